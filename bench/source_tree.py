@@ -1,0 +1,70 @@
+"""The git tree id of a folder from its files alone, so that a copy without .git has it too."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+BUILT = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
+
+
+def _object_id(kind: str, data: bytes) -> bytes:
+    return hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).digest()
+
+
+def _git(root: Path, *args: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _files(root: Path, folder: str) -> list[Path]:
+    """Files tracked, or untracked and not ignored; without git, everything but caches."""
+    listed = _git(root, "ls-files", "-co", "--exclude-standard", "--", folder)
+    if listed:
+        found = [root / line for line in listed.splitlines()]
+    else:
+        found = [p for p in (root / folder).rglob("*") if not set(p.parts) & set(BUILT)]
+    return [p for p in found if p.is_symlink() or p.is_file()]
+
+
+def _tree(files: list[Path], base: Path) -> bytes:
+    entries: dict[str, tuple[bytes, bytes]] = {}  # name -> mode, id
+    below: dict[str, list[Path]] = {}
+    for path in files:
+        name, *rest = path.relative_to(base).parts
+        if rest:
+            below.setdefault(name, []).append(path)
+        elif path.is_symlink():
+            entries[name] = b"120000", _object_id("blob", os.readlink(path).encode())
+        else:
+            mode = (
+                b"100755" if os.access(path, os.X_OK) and path.stat().st_mode & 0o100 else b"100644"
+            )
+            entries[name] = mode, _object_id("blob", path.read_bytes())
+    for name, inner in below.items():
+        entries[name] = b"40000", _tree(inner, base / name)
+    # git sorts a folder as if its name ended in a slash
+    order = sorted(entries, key=lambda n: (n + "/" if n in below else n).encode())
+    return _object_id(
+        "tree", b"".join(entries[n][0] + b" " + n.encode() + b"\0" + entries[n][1] for n in order)
+    )
+
+
+def tree_id(root: Path, folder: str) -> str:
+    """What `git rev-parse HEAD:folder` gives once the files of ``root/folder`` are committed."""
+    return _tree(_files(root, folder), root / folder).hex()
+
+
+def commit_id(root: Path) -> str:
+    """HEAD, with a mark where the working tree differs from it; "unknown" without git."""
+    head = _git(root, "rev-parse", "HEAD")
+    if not head:
+        return "unknown"
+    return f"{head}+changes" if _git(root, "status", "--porcelain") else head

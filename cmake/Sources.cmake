@@ -1,0 +1,21 @@
+# Every file that is compiled into liblinattn.so, one a line.
+set(LINATTN_SOURCES
+  cuda/api.cpp
+  cuda/values.cpp
+)
+set(LINATTN_CPU_SOURCES
+  cuda/cpu/backend.cpp
+  cuda/cpu/commit.cpp
+  cuda/cpu/delta.cpp
+  cuda/cpu/kernels.cpp
+)
+set(LINATTN_CUDA_SOURCES
+  cuda/backend.cpp
+  cuda/device.cu
+  cuda/common/launch.cpp
+  cuda/common/tensor_map.cpp
+  cuda/recurrent/delta_commit.cu
+  cuda/recurrent/delta_decode_gdn.cu
+  cuda/recurrent/delta_decode_kda.cu
+  cuda/recurrent/delta_recurrent.cu
+)

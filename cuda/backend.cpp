@@ -1,0 +1,93 @@
+// The CUDA backend: which kernel runs an op, and what has none.
+#include "device.h"
+#include "error.h"
+#include "ops.h"
+#include "recurrent/recurrent.h"
+
+namespace linattn::cuda {
+namespace {
+
+void require_heads(const char *op, int64_t K, int64_t V) {
+    if (K != V || (K != 64 && K != 128))
+        fail(Status::Unsupported, "%s: no GPU kernel for K = %lld, V = %lld; K = V = 64 and 128 are supported", op,
+             static_cast<long long>(K), static_cast<long long>(V));
+}
+
+void require_not_f64(const char *op, const char *name, const Tensor &t) {
+    if (t.dtype == DType::F64) fail(Status::Unsupported, "%s: %s in f64 runs on the CPU only; use f32 or bf16", op, name);
+}
+
+}  // namespace
+
+// Token by token, every option; needs no workspace.
+static uint64_t recurrent_workspace(const DeltaParams &p) {
+    const char *op = op_name(p);
+    require_heads(op, p.K, p.V);
+    if (p.q.dtype != DType::BF16 && p.q.dtype != DType::F16)
+        fail(Status::Unsupported, "%s: q, k and v in f32 or f64 run on the CPU only; use bf16 or f16", op);
+    require_not_f64(op, "g", p.g);
+    require_not_f64(op, "beta", p.beta);
+    require_not_f64(op, "A_log", p.A_log);
+    require_not_f64(op, "dt_bias", p.dt_bias);
+    require_not_f64(op, "the state read", p.state_in);
+    require_not_f64(op, "the state written", p.state_out);
+    require_not_f64(op, "checkpoints", p.checkpoints);
+    require_not_f64(op, "kept_k", p.kept_k);
+    require_not_f64(op, "kept_u", p.kept_u);
+    require_not_f64(op, "kept_g", p.kept_g);
+    if (p.T > INT32_MAX) fail(Status::Unsupported, "%s: T is %lld; below 2^31 tokens are supported", op, static_cast<long long>(p.T));
+    require_hopper(op, p.device);
+    return 0;
+}
+
+static const char *recurrent(const DeltaParams &p) {
+    launch_delta_recurrent(p);
+    return "cuda/recurrent";
+}
+
+// delta_decode_kernel takes states that are contiguous in their pool, and no trees or states after every token.
+static bool fits_decode(const DeltaParams &p) {
+    if (p.op == Op::Verify && (p.parents || p.write_indices)) return false;
+    const int64_t *stride = p.state_in.stride;
+    bool contiguous = (stride[3] == 1 && stride[2] == p.V) || (stride[2] == 1 && stride[3] == p.K);
+    return contiguous && p.N * p.HV <= INT32_MAX / 4;  // tiles are counted in 32 bits, up to four a state
+}
+
+const char *gdn_fwd(const DeltaParams &p) { return recurrent(p); }
+const char *kda_fwd(const DeltaParams &p) { return recurrent(p); }
+
+const char *gdn_decode(const DeltaParams &p) {
+    if (!fits_decode(p)) return recurrent(p);
+    launch_gdn_decode(p, multiprocessors(p.device));
+    return "cuda/decode";
+}
+const char *kda_decode(const DeltaParams &p) {
+    if (!fits_decode(p)) return recurrent(p);
+    launch_kda_decode(p, multiprocessors(p.device));
+    return "cuda/decode";
+}
+const char *gdn_verify(const DeltaParams &p) { return gdn_decode(p); }
+const char *kda_verify(const DeltaParams &p) { return kda_decode(p); }
+
+static uint64_t delta_commit_workspace(const CommitParams &p) {
+    require_heads("delta_commit", p.K, p.V);
+    require_not_f64("delta_commit", "k", p.k);
+    require_not_f64("delta_commit", "state", p.state);
+    require_hopper("delta_commit", p.device);
+    return 0;
+}
+
+const char *delta_commit(const CommitParams &p) {
+    launch_delta_commit(p);
+    return "cuda/recurrent";
+}
+
+const Backend &backend() {
+    static const Backend table = {{recurrent_workspace, gdn_fwd},    {recurrent_workspace, kda_fwd},
+                                  {recurrent_workspace, gdn_decode}, {recurrent_workspace, kda_decode},
+                                  {recurrent_workspace, gdn_verify}, {recurrent_workspace, kda_verify},
+                                  {delta_commit_workspace, delta_commit}};
+    return table;
+}
+
+}  // namespace linattn::cuda

@@ -1,0 +1,70 @@
+// The CPU backend's table: which op there is, for what sizes, and under which name it runs.
+#include "../error.h"
+#include "delta.h"
+#include "kernels.h"
+
+namespace linattn::cpu {
+namespace {
+
+const char *path() {
+    switch (detect_isa()) {
+        case Isa::Avx512: return "cpu/avx512";
+        case Isa::Avx2: return "cpu/avx2";
+        default: return "cpu/baseline";
+    }
+}
+
+const char *run(const DeltaParams &p) {
+    const char *name = path();
+    if (p.q.dtype == DType::F64)
+        run_delta<double>(p);
+    else
+        run_delta<float>(p);
+    return name;
+}
+
+void check_head(const char *op, int64_t K, int64_t V) {
+    if (K < 1 || K > kMaxHead || V < 1 || V > kMaxHead)
+        fail(Status::Unsupported, "%s: no CPU kernel for K = %lld, V = %lld; 1 to %d are supported", op, static_cast<long long>(K),
+             static_cast<long long>(V), static_cast<int>(kMaxHead));
+}
+
+// The scratch depends on the number of threads and is the call's own, so none is asked of the caller.
+uint64_t delta_workspace(const DeltaParams &p) {
+    check_head(op_name(p), p.K, p.V);
+    return 0;
+}
+
+uint64_t commit_workspace(const CommitParams &p) {
+    check_head("delta_commit", p.K, p.V);
+    return 0;
+}
+
+}  // namespace
+
+const char *gdn_fwd(const DeltaParams &p) { return run(p); }
+const char *kda_fwd(const DeltaParams &p) { return run(p); }
+const char *gdn_decode(const DeltaParams &p) { return run(p); }
+const char *kda_decode(const DeltaParams &p) { return run(p); }
+const char *gdn_verify(const DeltaParams &p) { return run(p); }
+const char *kda_verify(const DeltaParams &p) { return run(p); }
+
+const char *delta_commit(const CommitParams &p) {
+    const char *name = path();
+    if (p.k.dtype == DType::F64)
+        run_commit<double>(p);
+    else
+        run_commit<float>(p);
+    return name;
+}
+
+const Backend &backend() {
+    static constexpr Backend table = {
+        {delta_workspace, gdn_fwd},       {delta_workspace, kda_fwd},    {delta_workspace, gdn_decode},
+        {delta_workspace, kda_decode},    {delta_workspace, gdn_verify}, {delta_workspace, kda_verify},
+        {commit_workspace, delta_commit},
+    };
+    return table;
+}
+
+}  // namespace linattn::cpu

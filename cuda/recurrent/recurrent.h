@@ -1,0 +1,16 @@
+// Launchers of the recurrent kernels: exact token by token, every option, every length. The oracle of the chunked kernels on
+// the GPU, and what decode and verify run on.
+#pragma once
+#include "ops.h"
+
+namespace linattn::cuda {
+
+constexpr int64_t kMaxGrid = int64_t{1} << 30;  // CTAs in x; the kernels loop over what is beyond
+
+void launch_delta_recurrent(const DeltaParams &p);  // {gdn,kda}_{fwd,decode,verify}
+// The same at memory speed, for states that are contiguous in their pool: decode, and verify of a chain that writes no states.
+void launch_gdn_decode(const DeltaParams &p, int multiprocessors);
+void launch_kda_decode(const DeltaParams &p, int multiprocessors);
+void launch_delta_commit(const CommitParams &p);
+
+}  // namespace linattn::cuda

@@ -1,0 +1,54 @@
+"""What the GPU tests share: inputs as torch tensors, calls, comparisons in bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import make
+from harness import POSITIONAL
+
+import pylinattn
+
+torch = pytest.importorskip("torch")
+FAMILIES = ["gdn", "kda"]
+CUDA = "cuda"
+
+
+def tensors(case, extra_tokens=0, device=None):
+    """The inputs of a case as plain torch tensors."""
+    words = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i32": torch.int32}
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(x.values)).to(device or CUDA, words[x.dtype])
+        for name, x in make(case, extra_tokens).items()
+    }
+
+
+def run(op, inputs, **options):
+    arrays = dict(inputs)
+    positional = [arrays.pop(n) for n in POSITIONAL[op]]
+    return getattr(pylinattn, op)(*positional, **arrays, **options)
+
+
+def outputs_like(case, tokens=None):
+    T = tokens or sum(case.lengths)
+    nan = float("nan")
+    return {
+        "o": torch.full((1, T, case.HV, case.V), nan, dtype=torch.bfloat16, device=CUDA),
+        "final_state": torch.full((len(case.lengths), case.HV, case.K, case.V), nan, device=CUDA),
+    }
+
+
+def same_bits(a, b):
+    """Equal bit by bit, NaN included."""
+    word = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
+
+
+def random_inputs(family, B, T, H, HV, D, generator):
+    """Large inputs, made on the GPU."""
+    options = dict(device=CUDA, generator=generator)
+    normal = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16, **options)  # noqa: E731
+    gates = (B, T, HV, D) if family == "kda" else (B, T, HV)
+    g = torch.rand(gates, dtype=torch.bfloat16, **options).div_(-16)
+    beta = torch.rand(B, T, HV, **options)
+    return dict(q=normal(B, T, H, D), k=normal(B, T, H, D), v=normal(B, T, HV, D), g=g, beta=beta)
