@@ -55,7 +55,8 @@ const Args &arguments(const char *op, const Args *args) {
     if (!args) fail(Status::Value, "%s: the argument struct is NULL", op);
     if (args->size != sizeof(Args))
         fail(Status::Value, "%s: size is %llu, but this library's argument struct has %zu bytes (its ABI is %d.%d)", op,
-             static_cast<unsigned long long>(args->size), sizeof(Args), LINATTN_ABI_VERSION >> 16, LINATTN_ABI_VERSION & 0xffff);
+             static_cast<unsigned long long>(args->size), sizeof(Args), LINATTN_ABI_VERSION >> 16,
+             LINATTN_ABI_VERSION & 0xffff);
     return *args;
 }
 
@@ -82,20 +83,23 @@ void common_inputs(Checker &check, const Args &a, DeltaParams &p) {
     p.B = check.size("B"), p.T = check.size("T"), p.H = check.size("H"), p.HV = check.size("HV");
     p.K = check.size("K"), p.V = check.size("V");
     const char *op = check.op();
-    if (p.K < 1 || p.V < 1) fail(Status::Value, "%s: K and V must be at least 1, got %lld and %lld", op, (long long)p.K, (long long)p.V);
+    if (p.K < 1 || p.V < 1)
+        fail(Status::Value, "%s: K and V must be at least 1, got %lld and %lld", op, (long long)p.K, (long long)p.V);
     if (p.H == 0 ? p.HV != 0 : p.HV % p.H != 0)
-        fail(Status::Value, "%s: v has HV = %lld heads, which must be a multiple of the H = %lld heads of q", op, (long long)p.HV,
-             (long long)p.H);
+        fail(Status::Value, "%s: v has HV = %lld heads, which must be a multiple of the H = %lld heads of q", op,
+             (long long)p.HV, (long long)p.H);
 
     p.scale = a.scale;
-    if (!std::isfinite(a.scale) || a.scale == 0) fail(Status::Value, "%s: scale is %g; it must be finite and not 0", op, a.scale);
+    if (!std::isfinite(a.scale) || a.scale == 0)
+        fail(Status::Value, "%s: scale is %g; it must be finite and not 0", op, a.scale);
     p.qk_l2norm = choice(op, "qk_l2norm", a.qk_l2norm, 2);
     p.gate = static_cast<Gate>(choice(op, "gate", a.gate, 3));
     p.beta_form = static_cast<BetaForm>(choice(op, "beta_form", a.beta_form, 3));
     choice(op, "checked", a.checked, 2);
     p.lower_bound = a.lower_bound;
     if (p.gate == Gate::Bounded ? !(a.lower_bound < 0 && std::isfinite(a.lower_bound)) : a.lower_bound != 0)
-        fail(Status::Value, "%s: lower_bound is %g; it must be finite and below 0 with gate \"bounded\", and 0 (not given) without", op,
+        fail(Status::Value,
+             "%s: lower_bound is %g; it must be finite and below 0 with gate \"bounded\", and 0 (not given) without", op,
              a.lower_bound);
     p.stream = a.stream;
     p.device = check.device_id();
@@ -107,7 +111,8 @@ void gate_parameters(Checker &check, const Args &a, DeltaParams &p) {
     const char *op = check.op();
     if (p.gate == Gate::None)
         for (auto [name, t] : {std::pair{"A_log", &a.A_log}, std::pair{"dt_bias", &a.dt_bias}})
-            if (given(*t)) fail(Status::Value, "%s: %s is given, but gate is \"none\", so g is already the log decay", op, name);
+            if (given(*t))
+                fail(Status::Value, "%s: %s is given, but gate is \"none\", so g is already the log decay", op, name);
     if (p.gate == Gate::Softplus && !given(a.A_log)) fail(Status::Value, "%s: gate \"softplus\" needs A_log, shape [HV]", op);
     p.A_log = check("A_log", a.A_log, Checker::MaybeIn, "[HV]", kStates);
     p.dt_bias = check("dt_bias", a.dt_bias, Checker::MaybeIn, kda ? "[HV,K]" : "[HV]", kStates);
@@ -117,8 +122,8 @@ template <class Args>
 void packed_lengths(Checker &check, const Args &a, DeltaParams &p) {
     p.cu_seqlens = check("cu_seqlens", a.cu_seqlens, Checker::MaybeIn, "[N+1]", kInts);
     if (p.cu_seqlens && p.B != 1)
-        fail(Status::Value, "%s: q has B = %lld, but with cu_seqlens the sequences are packed along T and B must be 1", check.op(),
-             (long long)p.B);
+        fail(Status::Value, "%s: q has B = %lld, but with cu_seqlens the sequences are packed along T and B must be 1",
+             check.op(), (long long)p.B);
     if (!p.cu_seqlens) check.bind("N", p.B, "B");
     p.N = check.size("N");
     p.zero_tail = choice(check.op(), "zero_tail", a.zero_tail, 2);
@@ -126,8 +131,8 @@ void packed_lengths(Checker &check, const Args &a, DeltaParams &p) {
 
 void rows_match(const char *op, const char *name, int64_t rows, int64_t N, const char *table) {
     if (rows != N)
-        fail(Status::Value, "%s: %s has %lld rows for %lld sequences; without %s there must be one each", op, name, (long long)rows,
-             (long long)N, table);
+        fail(Status::Value, "%s: %s has %lld rows for %lld sequences; without %s there must be one each", op, name,
+             (long long)rows, (long long)N, table);
 }
 
 template <class Args>
@@ -153,19 +158,22 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
         if (p.state_out && !p.write_indices) rows_match(op, "final_state", p.F, p.N, "write_indices");
         p.checkpoint_every = a.checkpoint_every;
         if (a.checkpoint_every < 0 || a.checkpoint_every % 64)
-            fail(Status::Value, "%s: checkpoint_every is %d; it must be a multiple of 64, or 0 for none", op, a.checkpoint_every);
+            fail(Status::Value, "%s: checkpoint_every is %d; it must be a multiple of 64, or 0 for none", op,
+                 a.checkpoint_every);
         if ((a.checkpoint_every > 0) != static_cast<bool>(p.checkpoints))
             fail(Status::Value, "%s: checkpoints and checkpoint_every go together; only %s is given", op,
                  p.checkpoints ? "checkpoints" : "checkpoint_every");
-        if (p.checkpoint_indices && !p.checkpoints) fail(Status::Value, "%s: checkpoint_indices is given, but checkpoints is not", op);
+        if (p.checkpoint_indices && !p.checkpoints)
+            fail(Status::Value, "%s: checkpoint_indices is given, but checkpoints is not", op);
         if (p.checkpoints && !p.checkpoint_indices && !p.cu_seqlens && p.C < p.B * (p.T / p.checkpoint_every))
-            fail(Status::Value, "%s: checkpoints has %lld rows, but B (T / checkpoint_every) = %lld are needed", op, (long long)p.C,
-                 (long long)(p.B * (p.T / p.checkpoint_every)));
+            fail(Status::Value, "%s: checkpoints has %lld rows, but B (T / checkpoint_every) = %lld are needed", op,
+                 (long long)p.C, (long long)(p.B * (p.T / p.checkpoint_every)));
         if (choice(op, "save", a.save, 2) != LINATTN_SAVE_NOTHING)
             fail(Status::Unsupported, "%s: save \"states\" is for the backward, which this version does not have", op);
         if (given(a.saved)) fail(Status::Value, "%s: saved is given, but save is \"nothing\"", op);
         if (a.splits < 0) fail(Status::Value, "%s: splits is %d; 0 (chosen) or a number of pieces is possible", op, a.splits);
-        if (a.splits > 1) fail(Status::Unsupported, "%s: splits is %d; this version does not split a sequence (0 or 1)", op, a.splits);
+        if (a.splits > 1)
+            fail(Status::Unsupported, "%s: splits is %d; this version does not split a sequence (0 or 1)", op, a.splits);
         p.splits = a.splits;
         check.allow_same(a.initial_state, a.final_state);
         if (p.checkpoint_indices) {
@@ -242,10 +250,11 @@ CommitParams params_of(Checker &check, const linattn_delta_commit_args &a) {
     p.read_indices = check("read_indices", a.read_indices, Checker::MaybeIn, "[N]", kInts);
     p.write_indices = check("write_indices", a.write_indices, Checker::MaybeIn, "[N]", kInts);
     p.workspace = check("workspace", a.workspace, Checker::MaybeOut, "[W]", "u8");
-    if (p.K < 1 || p.V < 1) fail(Status::Value, "%s: K and V must be at least 1, got %lld and %lld", op, (long long)p.K, (long long)p.V);
+    if (p.K < 1 || p.V < 1)
+        fail(Status::Value, "%s: K and V must be at least 1, got %lld and %lld", op, (long long)p.K, (long long)p.V);
     if (p.H == 0 ? p.HV != 0 : p.HV % p.H != 0)
-        fail(Status::Value, "%s: u has HV = %lld heads, which must be a multiple of the H = %lld heads of k", op, (long long)p.HV,
-             (long long)p.H);
+        fail(Status::Value, "%s: u has HV = %lld heads, which must be a multiple of the H = %lld heads of k", op,
+             (long long)p.HV, (long long)p.H);
     if (p.T > 16) fail(Status::Value, "%s: k has T = %lld tokens; 16 at most are possible", op, (long long)p.T);
     if (!p.read_indices) rows_match(op, "state", p.P, p.N, "read_indices");
     if (!p.write_indices) p.write_indices = p.read_indices;
@@ -263,7 +272,8 @@ CommitParams params_of(Checker &check, const linattn_delta_commit_args &a) {
 
 // Everything that can be refused is refused before `run`.
 template <class Args, class Params>
-uint64_t checked_plan(Checker &check, const Args &a, const Params &p, const OpEntry<Params> &entry, const linattn_tensor *workspace) {
+uint64_t checked_plan(Checker &check, const Args &a, const Params &p, const OpEntry<Params> &entry,
+                      const linattn_tensor *workspace) {
     uint64_t need = entry.workspace(p);
     if (!workspace) return need;
     uint64_t have = given(*workspace) ? static_cast<uint64_t>(workspace->shape[0]) : 0;
@@ -325,23 +335,56 @@ struct NamedOp {
     OpEntry<DeltaParams> Backend::*member;
 };
 constexpr NamedOp kDeltaOps[] = {
-    {"gdn_fwd", Family::Gdn, Op::Fwd, &Backend::gdn_fwd},          {"kda_fwd", Family::Kda, Op::Fwd, &Backend::kda_fwd},
-    {"gdn_decode", Family::Gdn, Op::Decode, &Backend::gdn_decode}, {"kda_decode", Family::Kda, Op::Decode, &Backend::kda_decode},
-    {"gdn_verify", Family::Gdn, Op::Verify, &Backend::gdn_verify}, {"kda_verify", Family::Kda, Op::Verify, &Backend::kda_verify},
+    {"gdn_fwd", Family::Gdn, Op::Fwd, &Backend::gdn_fwd},
+    {"kda_fwd", Family::Kda, Op::Fwd, &Backend::kda_fwd},
+    {"gdn_decode", Family::Gdn, Op::Decode, &Backend::gdn_decode},
+    {"kda_decode", Family::Kda, Op::Decode, &Backend::kda_decode},
+    {"gdn_verify", Family::Gdn, Op::Verify, &Backend::gdn_verify},
+    {"kda_verify", Family::Kda, Op::Verify, &Backend::kda_verify},
 };
 constexpr const char *kOpsToCome[] = {"gdn_bwd", "kda_bwd", "gdn_segment", "kda_segment", "segment_merge"};
 
+void check_support(const char *op, int32_t device_type, int32_t device_id, int32_t dtype, int64_t K, int64_t V) {
+    if (!op) fail(Status::Value, "supports: op is NULL");
+    if (K < 1 || V < 1)
+        fail(Status::Value, "supports: K and V must be at least 1, got %lld and %lld", (long long)K, (long long)V);
+    for (const char *name : kOpsToCome)
+        if (std::strcmp(name, op) == 0) fail(Status::Unsupported, "%s: this version does not have it", op);
+    const Backend &backend = backend_of(op, device_type);
+    if (std::strcmp(op, "delta_commit") == 0) {
+        CommitParams p;
+        p.K = K, p.V = V, p.device = device_id;
+        p.k.dtype = dtype == LINATTN_F64 ? DType::F64 : DType::F32;
+        p.state.dtype = p.k.dtype;
+        p.state.stride[2] = V, p.state.stride[3] = 1;
+        backend.delta_commit.workspace(p);
+        return;
+    }
+    for (const NamedOp &known : kDeltaOps) {
+        if (std::strcmp(known.name, op) != 0) continue;
+        if (dtype < LINATTN_F32 || dtype > LINATTN_F16)
+            fail(Status::Unsupported, "%s: q must be bf16, f16, f32 or f64, got %s", op, dtype_name(dtype));
+        DeltaParams p;
+        p.family = known.family, p.op = known.kind, p.K = K, p.V = V, p.device = device_id;
+        p.q.dtype = p.k.dtype = p.v.dtype = p.o.dtype = static_cast<DType>(dtype);
+        p.g.dtype = p.beta.dtype = DType::F32;
+        (backend.*known.member).workspace(p);
+        return;
+    }
+    fail(Status::Value, "supports: there is no op %s", op);
+}
+
 }  // namespace
 
-#define DELTA_OP(op, family, kind)                                                                        \
-    linattn_status linattn_##op(const linattn_##op##_args *args) {                                        \
-        return delta_op(#op, family, kind, &Backend::op, args, nullptr);                                  \
-    }                                                                                                     \
-    linattn_status linattn_##op##_workspace(const linattn_##op##_args *args, uint64_t *bytes) {           \
-        return bytes ? delta_op(#op, family, kind, &Backend::op, args, bytes) : need_bytes(#op);          \
+#define DELTA_OP(op, family, kind)                                                               \
+    linattn_status linattn_##op(const linattn_##op##_args *args) {                               \
+        return delta_op(#op, family, kind, &Backend::op, args, nullptr);                         \
+    }                                                                                            \
+    linattn_status linattn_##op##_workspace(const linattn_##op##_args *args, uint64_t *bytes) {  \
+        return bytes ? delta_op(#op, family, kind, &Backend::op, args, bytes) : need_bytes(#op); \
     }
-#define OP_TO_COME(op)                                                                                    \
-    linattn_status linattn_##op(const linattn_##op##_args *args) { return not_built(#op, args); }         \
+#define OP_TO_COME(op)                                                                            \
+    linattn_status linattn_##op(const linattn_##op##_args *args) { return not_built(#op, args); } \
     linattn_status linattn_##op##_workspace(const linattn_##op##_args *args, uint64_t *) { return not_built(#op, args); }
 
 extern "C" {
@@ -365,32 +408,12 @@ linattn_status linattn_delta_commit_workspace(const linattn_delta_commit_args *a
 
 linattn_status linattn_supports(const char *op, int32_t device_type, int32_t device_id, int32_t dtype, int64_t K, int64_t V) {
     return guarded([&] {
-        if (!op) fail(Status::Value, "supports: op is NULL");
-        if (K < 1 || V < 1) fail(Status::Value, "supports: K and V must be at least 1, got %lld and %lld", (long long)K, (long long)V);
-        for (const char *name : kOpsToCome)
-            if (std::strcmp(name, op) == 0) fail(Status::Unsupported, "%s: this version does not have it", op);
-        const Backend &backend = backend_of(op, device_type);
-        if (std::strcmp(op, "delta_commit") == 0) {
-            CommitParams p;
-            p.K = K, p.V = V, p.device = device_id;
-            p.k.dtype = dtype == LINATTN_F64 ? DType::F64 : DType::F32;
-            p.state.dtype = p.k.dtype;
-            p.state.stride[2] = V, p.state.stride[3] = 1;
-            backend.delta_commit.workspace(p);
-            return;
+        try {
+            check_support(op, device_type, device_id, dtype, K, V);
+        } catch (const Error &e) {  // no driver, no such device: an answer here, not a failure
+            if (e.status != Status::Runtime) throw;
+            throw Error(Status::Unsupported, e.text);
         }
-        for (const NamedOp &known : kDeltaOps) {
-            if (std::strcmp(known.name, op) != 0) continue;
-            if (dtype < LINATTN_F32 || dtype > LINATTN_F16)
-                fail(Status::Unsupported, "%s: q must be bf16, f16, f32 or f64, got %s", op, dtype_name(dtype));
-            DeltaParams p;
-            p.family = known.family, p.op = known.kind, p.K = K, p.V = V, p.device = device_id;
-            p.q.dtype = p.k.dtype = p.v.dtype = p.o.dtype = static_cast<DType>(dtype);
-            p.g.dtype = p.beta.dtype = DType::F32;
-            (backend.*known.member).workspace(p);
-            return;
-        }
-        fail(Status::Value, "supports: there is no op %s", op);
     });
 }
 
@@ -457,7 +480,9 @@ linattn_status linattn_tensor_from_dlpack(const struct DLTensor *from, linattn_t
         for (const Known &k : known)
             if (t.lanes == 1 && t.code == k.code && t.bits == k.bits) r.dtype = k.dtype;
         if (!r.dtype)
-            fail(Status::Type, "tensor_from_dlpack: dtype code %d with %d bits and %d lanes is not known; f32, f64, f16, bf16, i32, i64 and u8 are",
+            fail(Status::Type,
+                 "tensor_from_dlpack: dtype code %d with %d bits and %d lanes is not known; f32, f64, f16, bf16, i32, i64 and "
+                 "u8 are",
                  t.code, t.bits, t.lanes);
         if (t.device_type != LINATTN_CPU && t.device_type != LINATTN_CUDA)
             fail(Status::Type, "tensor_from_dlpack: device type %d is not known; the CPU (1) and CUDA (2) are", t.device_type);

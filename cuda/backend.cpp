@@ -35,7 +35,8 @@ static uint64_t recurrent_workspace(const DeltaParams &p) {
     require_not_f64(op, "kept_k", p.kept_k);
     require_not_f64(op, "kept_u", p.kept_u);
     require_not_f64(op, "kept_g", p.kept_g);
-    if (p.T > INT32_MAX) fail(Status::Unsupported, "%s: T is %lld; below 2^31 tokens are supported", op, static_cast<long long>(p.T));
+    if (p.T > INT32_MAX)
+        fail(Status::Unsupported, "%s: T is %lld; below 2^31 tokens are supported", op, static_cast<long long>(p.T));
     require_hopper(op, p.device);
     return 0;
 }
@@ -83,9 +84,9 @@ const char *delta_commit(const CommitParams &p) {
 }
 
 const Backend &backend() {
-    static const Backend table = {{recurrent_workspace, gdn_fwd},    {recurrent_workspace, kda_fwd},
-                                  {recurrent_workspace, gdn_decode}, {recurrent_workspace, kda_decode},
-                                  {recurrent_workspace, gdn_verify}, {recurrent_workspace, kda_verify},
+    static const Backend table = {{recurrent_workspace, gdn_fwd},        {recurrent_workspace, kda_fwd},
+                                  {recurrent_workspace, gdn_decode},     {recurrent_workspace, kda_decode},
+                                  {recurrent_workspace, gdn_verify},     {recurrent_workspace, kda_verify},
                                   {delta_commit_workspace, delta_commit}};
     return table;
 }

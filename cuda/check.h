@@ -89,7 +89,7 @@ inline bool same_array(const linattn_tensor &a, const linattn_tensor &b) {
 
 // Checks the tensors of one call. A dimension letter is bound where it first appears and must be equal ever after.
 class Checker {
-   public:
+  public:
     explicit Checker(const char *op) : op_(op) {}
 
     const char *op() const { return op_; }
@@ -156,7 +156,8 @@ class Checker {
         good &= reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
         if (!good && !empty)
             fail(Status::Value,
-                 "%s: %s on a GPU needs axis %d contiguous, the other strides in multiples of 16 bytes and an address that is one "
+                 "%s: %s on a GPU needs axis %d contiguous, the other strides in multiples of 16 bytes and an address that is "
+                 "one "
                  "too; got strides %s of %d bytes at %p; copy it first",
                  op_, name, contiguous_axis, shape_text(t.strides, t.ndim).c_str(), static_cast<int>(bytes), t.data);
     }
@@ -164,7 +165,7 @@ class Checker {
         if (on_gpu() && given(t)) rows_of_16_bytes(name, t, t.strides[3] == 1 ? 3 : 2);
     }
 
-   private:
+  private:
     struct Dim {
         std::string symbol;
         int64_t size;
@@ -253,7 +254,8 @@ class Checker {
 
     bool is_allowed(const linattn_tensor *a, const linattn_tensor *b) const {
         for (int i = 0; i < allowed_count_; ++i)
-            if (((allowed_[i].a == a && allowed_[i].b == b) || (allowed_[i].a == b && allowed_[i].b == a)) && same_array(*a, *b))
+            if (((allowed_[i].a == a && allowed_[i].b == b) || (allowed_[i].a == b && allowed_[i].b == a)) &&
+                same_array(*a, *b))
                 return true;
         return false;
     }

@@ -20,8 +20,8 @@ namespace linattn::cuda {
 __global__ void device_answer_kernel(int *answer) { *answer = 42; }
 
 // Is some element of g above 0 or NaN, in tokens first .. end of row b? Sets *found; any strides.
-__global__ void device_positive_g_kernel(const __grid_constant__ DeltaParams p, int64_t b, int64_t first, int64_t end, int64_t channels,
-                                         int *found) {
+__global__ void device_positive_g_kernel(const __grid_constant__ DeltaParams p, int64_t b, int64_t first, int64_t end,
+                                         int64_t channels, int *found) {
     int64_t total = (end - first) * p.HV * channels;
     for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < total; i += int64_t{gridDim.x} * blockDim.x) {
         int64_t c = i % channels, h = i / channels % p.HV, t = first + i / channels / p.HV;
@@ -100,8 +100,8 @@ void require_hopper(const char *op, int device) {
         fail(Status::Runtime, "%s: CUDA device %d does not exist; there are %d", op, device, count);
     }
     if (cc != 9)
-        fail(Status::Unsupported, "%s: CUDA device %d has compute capability %d.%d; the kernels are for Hopper (9.0) only", op, device, cc,
-             attribute(cudaDevAttrComputeCapabilityMinor, device));
+        fail(Status::Unsupported, "%s: CUDA device %d has compute capability %d.%d; the kernels are for Hopper (9.0) only", op,
+             device, cc, attribute(cudaDevAttrComputeCapabilityMinor, device));
 }
 
 void copy_to_host(void *to, const void *from, int64_t bytes, int device, void *stream) {

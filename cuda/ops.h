@@ -45,15 +45,15 @@ struct DeltaParams {
     Family family = Family::Gdn;
     Op op = Op::Fwd;
     int64_t B = 0, T = 0, H = 0, HV = 0, K = 0, V = 0;
-    int64_t N = 0;  // sequences: B, or packed in one row of T tokens by cu_seqlens
-    int64_t P = 0;  // rows of state_in
-    int64_t F = 0;  // rows of state_out
-    int64_t C = 0;  // rows of checkpoints
-    int64_t M = 0;  // columns of checkpoint_indices
-    Tensor q, k;    // [B,T,H,K]
-    Tensor v, o;    // [B,T,HV,V]
-    Tensor g;       // [B,T,HV] GDN, [B,T,HV,K] KDA
-    Tensor beta;    // [B,T,HV]
+    int64_t N = 0;              // sequences: B, or packed in one row of T tokens by cu_seqlens
+    int64_t P = 0;              // rows of state_in
+    int64_t F = 0;              // rows of state_out
+    int64_t C = 0;              // rows of checkpoints
+    int64_t M = 0;              // columns of checkpoint_indices
+    Tensor q, k;                // [B,T,H,K]
+    Tensor v, o;                // [B,T,HV,V]
+    Tensor g;                   // [B,T,HV] GDN, [B,T,HV,K] KDA
+    Tensor beta;                // [B,T,HV]
     Tensor state_in;            // [P,HV,K,V]; not given: zeros
     Tensor state_out;           // [F,HV,K,V]; may not be given; may be state_in itself
     Tensor cu_seqlens;          // [N+1]; may not be given
@@ -114,7 +114,8 @@ struct Backend {
 // What `checked = True` needs of a GPU: both synchronise the stream.
 namespace cuda {
 void copy_to_host(void *to, const void *from, int64_t bytes, int device, void *stream);
-bool any_positive_g(const DeltaParams &p, int64_t b, int64_t first, int64_t end);  // is some g > 0 or NaN in tokens first .. end?
+bool any_positive_g(const DeltaParams &p, int64_t b, int64_t first,
+                    int64_t end);  // is some g > 0 or NaN in tokens first .. end?
 }  // namespace cuda
 
 // Row of a state pool that sequence n reads or writes; -1 where there is nothing to do.

@@ -95,7 +95,8 @@ Ints rows_or_default(const Tensor &t, int64_t N, bool on_gpu, int device, void *
 
 float half_to_float(uint16_t h) {
     uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
-    float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(exponent ? 1024.0f + mantissa : mantissa, std::max<int>(exponent, 1) - 25);
+    float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                     : std::ldexp(exponent ? 1024.0f + mantissa : mantissa, std::max<int>(exponent, 1) - 25);
     return h & 0x8000 ? -magnitude : magnitude;
 }
 
@@ -107,7 +108,8 @@ double read_float(const Tensor &t, const char *at) {
     switch (t.dtype) {
         case DType::F64: return std::memcpy(&d, at, 8), d;
         case DType::F32: return std::memcpy(&f, at, 4), f;
-        case DType::BF16: return std::memcpy(&bits, at, 2), wide = static_cast<uint32_t>(bits) << 16, std::memcpy(&f, &wide, 4), f;
+        case DType::BF16:
+            return std::memcpy(&bits, at, 2), wide = static_cast<uint32_t>(bits) << 16, std::memcpy(&f, &wide, 4), f;
         default: return std::memcpy(&bits, at, 2), half_to_float(bits);
     }
 }
@@ -126,7 +128,8 @@ void check_gate_sign(const char *op, const DeltaParams &p, const Ints &cu, const
         for (int64_t t = first; t < end; ++t)
             for (int64_t h = 0; h < p.HV; ++h)
                 for (int64_t c = 0; c < channels; ++c) {
-                    int64_t at = b * p.g.stride[0] + t * p.g.stride[1] + h * p.g.stride[2] + (channels > 1 ? c * p.g.stride[3] : 0);
+                    int64_t at =
+                        b * p.g.stride[0] + t * p.g.stride[1] + h * p.g.stride[2] + (channels > 1 ? c * p.g.stride[3] : 0);
                     bad |= !(read_float(p.g, p.g.data + at * dtype_bytes(p.g.dtype)) <= 0);
                 }
     };
@@ -136,15 +139,19 @@ void check_gate_sign(const char *op, const DeltaParams &p, const Ints &cu, const
         cu.empty() ? check(n, 0, p.T) : check(0, cu[i], cu[i + 1]);
     }
     if (bad)
-        fail(Status::Value, "%s: g has values above 0 or NaN; g is the natural logarithm of the decay, so it must be <= 0 "
-             "(a linear decay alpha is passed as log(alpha))", op);
+        fail(Status::Value,
+             "%s: g has values above 0 or NaN; g is the natural logarithm of the decay, so it must be <= 0 "
+             "(a linear decay alpha is passed as log(alpha))",
+             op);
 }
 
 }  // namespace
 
 void check_values(const char *op, const DeltaParams &p, bool on_gpu, bool checked) {
     if (on_gpu && !checked) return;
-    auto ints = [&](const Tensor &t, int64_t rows, int64_t columns) { return read_ints(t, rows, columns, on_gpu, p.device, p.stream); };
+    auto ints = [&](const Tensor &t, int64_t rows, int64_t columns) {
+        return read_ints(t, rows, columns, on_gpu, p.device, p.stream);
+    };
     Ints cu;
     if (p.cu_seqlens) {
         cu = ints(p.cu_seqlens, p.N + 1, 1);
@@ -153,8 +160,8 @@ void check_values(const char *op, const DeltaParams &p, bool on_gpu, bool checke
             int64_t rows = 0;
             for (size_t n = 1; n < cu.size(); ++n) rows += (cu[n] - cu[n - 1]) / p.checkpoint_every;
             if (p.C < rows)
-                fail(Status::Value, "%s: checkpoints has %lld rows, but these lengths give %lld", op, static_cast<long long>(p.C),
-                     static_cast<long long>(rows));
+                fail(Status::Value, "%s: checkpoints has %lld rows, but these lengths give %lld", op,
+                     static_cast<long long>(p.C), static_cast<long long>(rows));
         }
     }
     Ints reads = rows_or_default(p.read_indices, p.N, on_gpu, p.device, p.stream);
@@ -179,7 +186,8 @@ void check_values(const char *op, const DeltaParams &p, bool on_gpu, bool checke
             int64_t token = static_cast<int64_t>(i) % p.T;
             if (parents[i] < -1 || parents[i] >= token)
                 fail(Status::Value, "%s: parents[%lld,%lld] is %lld; -1 (the state) and earlier tokens are possible", op,
-                     static_cast<long long>(static_cast<int64_t>(i) / p.T), static_cast<long long>(token), static_cast<long long>(parents[i]));
+                     static_cast<long long>(static_cast<int64_t>(i) / p.T), static_cast<long long>(token),
+                     static_cast<long long>(parents[i]));
         }
     }
     if (checked && p.gate == Gate::None) check_gate_sign(op, p, cu, reads, on_gpu);
@@ -200,8 +208,9 @@ void check_values(const char *op, const CommitParams &p, bool on_gpu, bool check
     for (int64_t n = 0; n < p.N; ++n)
         for (int64_t j = 0; j < std::min(accepted[static_cast<size_t>(n)], p.T); ++j)
             if (int64_t token = path[static_cast<size_t>(n * p.T + j)]; token < 0 || token >= p.T)
-                fail(Status::Value, "%s: path[%lld,%lld] is %lld; the tokens 0 to %lld are possible", op, static_cast<long long>(n),
-                     static_cast<long long>(j), static_cast<long long>(token), static_cast<long long>(p.T - 1));
+                fail(Status::Value, "%s: path[%lld,%lld] is %lld; the tokens 0 to %lld are possible", op,
+                     static_cast<long long>(n), static_cast<long long>(j), static_cast<long long>(token),
+                     static_cast<long long>(p.T - 1));
 }
 
 }  // namespace linattn

@@ -44,16 +44,16 @@ def bench_shape(name):
 # one test: a path that needs more gets a row with its reason.
 TOLERANCE_O = {"f64": 1e-10, "f32": 1e-5, "bf16": 5e-3, "f16": 3e-3}
 TOLERANCE_STATE = {"f64": 1e-10, "f32": 1e-5, "bf16": 3e-3}
-# A path that multiplies in half precision keeps an fp32 state to this; token loops ("cpu/..", "../recurrent") to the rows above.
+# A path that multiplies in half precision keeps an fp32 state to this; token loops to the rows above.
 TOLERANCE_STATE_HALF_PRODUCTS = 3e-3
-# The recurrent GPU path takes exp from the special function unit: 2 units in the last place of fp32 a token.
+# The token loops of the GPU take exp from the special function unit: 2 units in the last place of fp32 a token.
 TOLERANCE_STATE_RECURRENT = 5e-5
 # Token loops keep fp32 up to the end: what is left is one rounding to nearest, some 2^-8 / sqrt(3) / mantissa for bf16.
 ROUNDING = {"bf16": 2.8e-3, "f16": 3.5e-4}
 
 
 def is_token_loop(path):
-    return path.startswith("cpu/") or path.endswith("/recurrent")
+    return path.startswith("cpu/") or path in ("cuda/recurrent", "cuda/decode")
 
 
 def output_tolerance(dtype, path):
@@ -65,9 +65,7 @@ def state_tolerance(dtype, path):
         return ROUNDING[dtype]
     if dtype != "f32" or path.startswith("cpu/"):
         return TOLERANCE_STATE[dtype]
-    return (
-        TOLERANCE_STATE_RECURRENT if path.endswith("/recurrent") else TOLERANCE_STATE_HALF_PRODUCTS
-    )
+    return TOLERANCE_STATE_RECURRENT if is_token_loop(path) else TOLERANCE_STATE_HALF_PRODUCTS
 
 
 class Input(NamedTuple):

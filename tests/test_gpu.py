@@ -37,7 +37,40 @@ def test_last_path(gpu, op):
     decoded = tensors(Case(op[:3], (1, 1), 1, 2, 64, 64, "bf16", packed=False))
     decoded["state"] = decoded.pop("initial_state")
     run(f"{op[:3]}_decode", decoded)
-    check(pylinattn.last_path() == "cuda/recurrent", f"decode took {pylinattn.last_path()}")
+    check(pylinattn.last_path() == "cuda/decode", f"decode took {pylinattn.last_path()}")
+
+
+@pytest.mark.parametrize("order", ["k_first", "v_first"])
+@pytest.mark.parametrize("state", ["f32", "bf16"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_and_recurrent_kernels_agree_in_bits(gpu, generator, family, D, state, order):
+    """A pool whose states are padded inside takes the recurrent kernel, a contiguous one the other."""
+    N, T, H, HV = 40, 3, 2, 4
+    options = dict(device=CUDA, generator=generator)
+    q, k = (torch.randn(N, T, H, D, **options).bfloat16() for _ in range(2))
+    v = torch.randn(N, T, HV, D, **options).bfloat16()
+    g = -torch.rand(*((N, T, HV, D) if family == "kda" else (N, T, HV)), **options)
+    beta = torch.rand(N, T, HV, **options)
+    values = torch.randn(N, HV, D, D, **options).to(
+        torch.float32 if state == "f32" else torch.bfloat16
+    )
+    rows = torch.randperm(N, **options)  # each row once
+    rows[7] = -1
+
+    def decoded(padding):
+        pool = torch.empty(N, HV, D, D + padding, device=CUDA, dtype=values.dtype)[..., :D]
+        pool = pool.transpose(2, 3) if order == "v_first" else pool
+        pool.copy_(values)
+        decode = getattr(pylinattn, f"{family}_decode")
+        o = decode(q, k, v, g, beta, pool, read_indices=rows, qk_l2norm=True)
+        return o, pool.clone(), pylinattn.last_path()
+
+    o, pool, path = decoded(0)
+    o_padded, pool_padded, path_padded = decoded(16)
+    check((path, path_padded) == ("cuda/decode", "cuda/recurrent"), f"{path}, {path_padded}")
+    check(same_bits(o, o_padded), "outputs differ")
+    check(same_bits(pool, pool_padded), "states differ")
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -64,6 +97,42 @@ def test_cupy_arrays(family):
     cupy_device = gpu_device("cupy")
     case = Case(family, (70, 3, 64), 1, 2, 64, 64, "bf16")
     check_forward(case, forward(cupy_device, case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_jax_arrays(family, watchdog):
+    """In a process of its own: JAX takes most of the card's memory unless it is told not to."""
+    pytest.importorskip("jax")
+    code = f"""
+import jax, jax.numpy as jnp, numpy as np, torch, pylinattn
+if jax.default_backend() != "gpu":
+    print("no gpu")
+    raise SystemExit
+rng = np.random.default_rng(0)
+kda = {family!r} == "kda"
+fwd, decode = (pylinattn.kda_fwd, pylinattn.kda_decode) if kda else (pylinattn.gdn_fwd, pylinattn.gdn_decode)
+sizes = [(1, 70, 1, 64), (1, 70, 1, 64), (1, 70, 2, 64), (1, 70, 2, 64) if kda else (1, 70, 2), (1, 70, 2)]
+arrays = [rng.standard_normal(s).astype(np.float32) for s in sizes]
+arrays[3] = -abs(arrays[3])
+half = lambda i: i < 3
+theirs = [jnp.asarray(x, jnp.bfloat16 if half(i) else jnp.float32) for i, x in enumerate(arrays)]
+mine = [torch.from_numpy(x).cuda().to(torch.bfloat16 if half(i) else torch.float32) for i, x in enumerate(arrays)]
+got = fwd(*theirs, qk_l2norm=True, output_final_state=True)
+want = fwd(*mine, qk_l2norm=True, output_final_state=True)
+for a, b in zip(got, want):
+    if not isinstance(a, jax.Array) or a.devices() != theirs[0].devices():
+        raise SystemExit(f"{{type(a)}} on {{a.devices()}}")
+    if not np.array_equal(np.asarray(a, np.float32), b.float().cpu().numpy()):
+        raise SystemExit("JAX's and torch's results differ")
+try:
+    decode(*theirs, got.final_state)
+except (ValueError, TypeError) as refusal:
+    print("refused:", refusal)
+"""
+    said = watchdog(code, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    if "no gpu" in said:
+        pytest.skip("this JAX has no GPU")
+    check("refused:" in said, said)
 
 
 def test_cupy_outputs_and_stream():

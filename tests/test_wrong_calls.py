@@ -33,14 +33,9 @@ def call(device):
     q = "bf16" if device.kind == "cuda" else "f32"
 
     def build(op, leave=(), **sizes):
-        made = RawCall(
-            op,
-            device,
-            leave,
-            raw.sizes_of(op, **(small | sizes)),
-            q="f32" if op == "delta_commit" else q,
-        )
-        made.q = q
+        own = "f32" if op == "delta_commit" else q
+        made = RawCall(op, device, leave, raw.sizes_of(op, **(small | sizes)), q=own)
+        made.q = own
         return made
 
     return build

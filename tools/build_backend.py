@@ -36,9 +36,11 @@ def _compilers(settings: Settings) -> list[str]:
         return str((settings or {}).get(f"cmake.define.{name}", default)).upper()
 
     cuda = setting("LINATTN_CUDA", os.environ.get("PYLINATTN_CUDA", "ON"))
-    choice = toolchain.choose(
-        setting("LINATTN_FROM", "AUTO"), cuda not in ("OFF", "0", "FALSE", "NO", "N")
-    )
+    wanted = setting("LINATTN_FROM", "AUTO")
+    try:
+        choice = toolchain.choose(wanted, cuda not in ("OFF", "0", "FALSE", "NO", "N"))
+    except toolchain.NoLibrary as error:
+        sys.exit(str(error))
     if not choice.needs_wheels:
         return []
     print(f"{choice.why}: bringing {toolchain.NVCC_WHEELS}", file=sys.stderr)

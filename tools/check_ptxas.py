@@ -47,7 +47,12 @@ def main(build: Path) -> None:
     for kernel in kernels.values():
         for fault, text in faults(kernel).items():
             row = next(
-                (r for r in rows if r[0] == fault and re.fullmatch(r[1], kernel["name"])), None
+                (
+                    r
+                    for r in rows
+                    if r[0] == fault and re.fullmatch(r[1], kernel["name"].replace(" ", ""))
+                ),
+                None,
             )
             used.add(row)
             if row is None:

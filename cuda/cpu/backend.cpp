@@ -25,8 +25,8 @@ const char *run(const DeltaParams &p) {
 
 void check_head(const char *op, int64_t K, int64_t V) {
     if (K < 1 || K > kMaxHead || V < 1 || V > kMaxHead)
-        fail(Status::Unsupported, "%s: no CPU kernel for K = %lld, V = %lld; 1 to %d are supported", op, static_cast<long long>(K),
-             static_cast<long long>(V), static_cast<int>(kMaxHead));
+        fail(Status::Unsupported, "%s: no CPU kernel for K = %lld, V = %lld; 1 to %d are supported", op,
+             static_cast<long long>(K), static_cast<long long>(V), static_cast<int>(kMaxHead));
 }
 
 // The scratch depends on the number of threads and is the call's own, so none is asked of the caller.

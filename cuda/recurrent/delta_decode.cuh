@@ -6,21 +6,19 @@
 // so that every SM has some. A state lies contiguous in its pool (D x D elements); a tile comes and goes in bulk copies.
 // kStages tiles are in shared memory, one being computed, the others arriving or leaving.
 //
-//   warpgroups 0 and 1, consumers: two groups of four warps, which take the tiles in turn, so that one computes while the other
-//                        waits: state to registers . tokens . state to its stage
-//   warp 8, loads states     row from the table . wait for a free stage . bulk loads . what the tile is (Tile)
-//   warp 9, stores states    wait for a tile to be ready . bulk store . free the stage once it has been read
-//   warps 10, 11, tokens     of one group each: q, k, v, g, beta . normalise, gate . the group's ring of token slots
+//   warp 8, state producer   row from the table . wait for a free stage . bulk load . what the tile is (Tile)
+//   warps 9 and up, token producers, by turns of a tile: q, k, v, g, beta . normalise, gate . a ring of token slots
+//   warps 0 to 7, consumers  state to registers . tokens . state to its stage . bulk store . free the stage a tile later
 //
 // The order of the last two strides decides how consumers hold the state, because shared memory is as the pool is:
-//   V-first (K contiguous)   a warp owns a quarter of the columns and all of K; lane (lk, lv) as in tile.cuh; sums over K by 3
-//                            exchanges in the warp.
-//   K-first (V contiguous)   a warp owns all columns of the tile and the rows of K that the lanes lk = warp and warp + 4 hold in
-//                            tile.cuh; the four warps' sums meet in shared memory, in the order of those exchanges.
+//   V-first (K contiguous)   a warp owns kWidth/8 columns of V and all of K; lane (lk, lv) as in tile.cuh, with kWidth/32
+//                            columns; sums over K by 3 exchanges in the warp.
+//   K-first (V contiguous)   a warp owns the rows of K that lane lk = warp holds in tile.cuh, and all columns of the tile; the
+//                            eight warps' sums meet in shared memory, in the order of those exchanges.
 // So every layout and delta_recurrent_kernel sum in the same order and agree in bits.
 //
-// Shared memory at D = 128: 3 stages of 64 KB (fp32; bf16 5 of 32 KB) + 8 token slots of 2 KB + 8 KB of sums (K-first) = 217 KB.
-// Registers: consumers 208 (state 128, sums 16), producers 96: 256 x 208 + 128 x 96 = 64 K.
+// Shared memory at D = 128: 3 stages of 64 KB (fp32; bf16 5 of 32 KB) + 8 token slots of 2 KB (16) + 8 KB of sums (K-first) = 217 KB
+// (bf16 201). Registers: state 64, sums 8, the rest addresses: at most 160 (416 threads).
 #pragma once
 #include "common/device_guard.h"
 #include "common/launch.h"
@@ -39,16 +37,15 @@ struct Config {
     static constexpr int D = kD, kSlices = kSliceCount, kWidth = D / kSlices;  // columns of V in a tile
     static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
     using State = StateT;
-    static constexpr int kGroups = 2, kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;  // of consumers
-    static constexpr int kThreads = kGroups * kGroupThreads + 32 * (2 + kGroups);
-    static constexpr int kLanes = D / 8, kTokenBlock = 32 / kLanes;  // lanes per token; tokens prepared at once
-    static constexpr int kTokenStages = 2;                           // of each group
+    static constexpr int kConsumerWarps = 8, kConsumers = 32 * kConsumerWarps;
+    static constexpr int kGroup = D / 8, kTokenBlock = 32 / kGroup;  // tokens that the token producer prepares at once
     static constexpr int kTileBytes = D * kWidth * static_cast<int>(sizeof(State));
     static constexpr int kStages = kTileBytes == 65536 ? 3 : 5;
+    // Loads of tokens take some 4 us among the states' traffic: a producer each for as many tiles as pass in that time.
+    static constexpr int kTokenWarps = kTileBytes == 65536 ? 2 : 4, kTokenStages = 2 * kTokenWarps;
+    static constexpr int kThreads = kConsumers + 32 + 32 * kTokenWarps;
     static_assert(kVFirst || kSlices == 1, "slices are contiguous only where K is");
-    static constexpr int kClasses = kVFirst ? 1 : 2;                     // values of lk that a lane stands for
-    static constexpr int kRows = D / 8;                                  // rows of K of each
-    static constexpr int kCols = kVFirst ? kWidth / 16 : kWidth / 32;    // columns of V that a lane holds
+    static constexpr int kRows = D / 8, kCols = kWidth / 32;  // rows of K and columns of V that a lane holds
 };
 
 // What the consumers need to know of a tile in a stage.
@@ -57,20 +54,21 @@ struct Tile {
     int64_t o_offset, u_offset;  // elements into o and kept_u, of the first token
     int length;
     int padding;  // 1: a row of -1, the outputs are zeroed
+    int index;
 };
 
 template <class C>
 struct alignas(128) Smem {
     typename C::State state[C::kStages][C::D * C::kWidth];
-    TokenSlot<C::D, C::kKda, C::kWidth> token[C::kGroups][C::kTokenStages][C::kTokenBlock];
-    float sum[C::kGroups][2][C::kVFirst ? 1 : C::kGroupWarps][C::kWidth];  // K-first: S^T k and S^T q by warp
-    float u[C::kGroups][C::kWidth];
+    TokenSlot<C::D, C::kKda, C::kWidth> token[C::kTokenStages][C::kTokenBlock];
+    float sum[2][C::kVFirst ? 1 : C::kConsumerWarps][C::kWidth];  // K-first: S^T k and S^T q by warp
+    float u[C::kWidth];
     Tile tile[C::kStages];
-    uint64_t state_ring[2 * C::kStages], ready[C::kStages], token_ring[C::kGroups][2 * C::kTokenStages];
+    uint64_t state_ring[2 * C::kStages], token_ring[2 * C::kTokenStages];
 };
 
 // Named barriers. The state producer makes the mbarriers and goes on; all others wait for it.
-constexpr uint32_t kBarriersReady = 1, kGroupMeets = 2;  // + group
+constexpr uint32_t kBarriersReady = 1, kConsumersMeet = 2;
 
 template <class C>
 __device__ __forceinline__ Item item_of(const DeltaParams &p, int i) {
@@ -84,14 +82,13 @@ __device__ __forceinline__ int64_t tile_offset(const Tensor &t, int64_t row, con
 }
 
 template <class C>
-__device__ void load_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
+__device__ void produce_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
     Ring<C::kStages> ring{ptx::shared_address(smem.state_ring)};
     RingState<C::kStages> at;
     int lane = threadIdx.x % 32;
     if (lane == 0) {
-        ring.init(1, 1);
-        for (auto &ready : smem.ready) ptx::mbarrier_init(ptx::shared_address(&ready), C::kGroupWarps);
-        for (auto &tokens : smem.token_ring) Ring<C::kTokenStages>{ptx::shared_address(tokens)}.init(1, C::kGroupWarps);
+        ring.init(1, C::kConsumerWarps);
+        Ring<C::kTokenStages>{ptx::shared_address(smem.token_ring)}.init(1, C::kConsumerWarps);
     }
     __syncwarp();
     ptx::bar_arrive(kBarriersReady, C::kThreads);
@@ -103,11 +100,12 @@ __device__ void load_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
         if (lane == 0) {
             int64_t write = p.state_out ? pool_row(p.write_indices, item.n, p.F) : -1;
             Tile &tile = smem.tile[at.stage];
-            tile.write_offset = read < 0 || write < 0 ? -1 : tile_offset(p.state_out, write, item);
+            tile.write_offset = write < 0 ? -1 : tile_offset(p.state_out, write, item);
             tile.o_offset = token_offset(p.o, item, 0) + item.v_cta;
             tile.u_offset = p.kept_u ? token_offset(p.kept_u, item, 0) + item.v_cta : 0;
             tile.length = item.length;
             tile.padding = read < 0;
+            tile.index = i;
             if (read < 0)
                 ptx::mbarrier_arrive(full);
             else
@@ -125,259 +123,233 @@ __device__ void load_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
 }
 
 template <class C>
-__device__ void store_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
-    Ring<C::kStages> ring{ptx::shared_address(smem.state_ring)};
-    RingState<C::kStages> at;
-    ptx::bar_sync(kBarriersReady, C::kThreads);
-    if (threadIdx.x % 32 != 0) return;
-    for (int i = blockIdx.x; i < tiles; i += gridDim.x, at.advance()) {
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.ready[at.stage]), at.phase);
-        if (int64_t offset = smem.tile[at.stage].write_offset; offset >= 0) {
-            ptx::cp_async_bulk_store(reinterpret_cast<typename C::State *>(p.state_out.data) + offset,
-                                     ptx::shared_address(smem.state[at.stage]), C::kTileBytes);
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read<0>();
-        }
-        ptx::mbarrier_arrive(ring.empty(at.stage));
-    }
-}
-
-template <class C>
-__device__ void produce_tokens(const DeltaParams &p, Smem<C> &smem, int tiles, int group) {
-    Ring<C::kTokenStages> ring{ptx::shared_address(smem.token_ring[group])};
+__device__ void produce_tokens(const DeltaParams &p, Smem<C> &smem, int tiles, int producer) {
+    Ring<C::kTokenStages> ring{ptx::shared_address(smem.token_ring)};
     RingState<C::kTokenStages> at;
-    int own = threadIdx.x % 32 / C::kLanes;
-    bool synced = false;  // the first loads need not wait for the barriers
-    for (int i = blockIdx.x + group * gridDim.x; i < tiles; i += C::kGroups * gridDim.x) {
+    int own = threadIdx.x % 32 / C::kGroup, turn = 0;
+    bool ready = false;  // the first loads need not wait for the barriers
+    for (int i = blockIdx.x; i < tiles; i += gridDim.x) {
         Item item = item_of<C>(p, i);
+        bool mine = turn == producer;
+        turn = turn + 1 == C::kTokenWarps ? 0 : turn + 1;
         if (pool_row(p.read_indices, item.n, p.P) < 0) continue;
+        if (!mine) {
+            for (int first = 0; first < item.length; first += C::kTokenBlock) at.advance();
+            continue;
+        }
         TokenLoader<C::D, C::kKda, C::kWidth, true> tokens(p, item);
         for (int first = 0; first < item.length; first += C::kTokenBlock, at.advance()) {
             tokens.fetch(first + own);
-            if (!synced) ptx::bar_sync(kBarriersReady, C::kThreads);
-            synced = true;
+            if (!ready) ptx::bar_sync(kBarriersReady, C::kThreads);
+            ready = true;
             ring.wait_empty(at);
-            tokens.deposit(first + own, smem.token[group][at.stage][own]);
+            tokens.deposit(first + own, smem.token[at.stage][own]);
             __syncwarp();
             if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.full(at.stage));
         }
     }
-    if (!synced) ptx::bar_sync(kBarriersReady, C::kThreads);
+    if (!ready) ptx::bar_sync(kBarriersReady, C::kThreads);
 }
 
-// The part of a state that a lane holds: rows row(c, kk) of K, columns column .. column + kCols of V.
+// The part of a state that a lane holds: row(kk) of K, columns column() .. + kCols of V.
 template <class C>
 struct Share {
-    float s[C::kClasses][C::kRows][C::kCols];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % C::kGroupWarps;
-    int column = C::kVFirst ? warp * (C::kWidth / 4) + C::kCols * (lane / 8) : C::kCols * lane;
+    float s[C::kRows][C::kCols];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int lk = C::kVFirst ? lane % 8 : warp;  // which rows: 32 (kk / 4) + 4 lk + kk % 4
+    int column = C::kVFirst ? warp * (C::kWidth / 8) + C::kCols * (lane / 8) : C::kCols * lane;
 
-    __device__ __forceinline__ int lk(int c) const { return C::kVFirst ? lane % 8 : warp + 4 * c; }
+    // f(element of the stage, kk, r, count along kk): vectors of four, or of kCols along V.
+    template <class F>
+    __device__ __forceinline__ void for_each_vector(F f) const {
+        if constexpr (C::kVFirst) {
+#pragma unroll
+            for (int r = 0; r < C::kCols; ++r)
+#pragma unroll
+                for (int kk = 0; kk < C::kRows; kk += 4) f((column + r) * C::D + 8 * kk + 4 * lk, kk, r);
+        } else {
+#pragma unroll
+            for (int kk = 0; kk < C::kRows; ++kk) f((32 * (kk / 4) + 4 * lk + kk % 4) * C::kWidth + column, kk, 0);
+        }
+    }
+    static constexpr int kVector = C::kVFirst ? 4 : C::kCols;
+    static __device__ __forceinline__ constexpr int row(int kk, int i) { return C::kVFirst ? kk + i : kk; }
+    static __device__ __forceinline__ constexpr int col(int r, int i) { return C::kVFirst ? r : i; }
 
-    static constexpr int kVector = C::kVFirst ? 4 : C::kCols;  // elements that lie side by side
     struct alignas(kVector * sizeof(typename C::State)) Vector {
         typename C::State x[kVector];
     };
-    // f(element of the stage, c, kk, r): kVector values, of which value(c, kk, r, i) is number i.
-    template <class F>
-    __device__ __forceinline__ void for_each_vector(F f) const {
-#pragma unroll
-        for (int c = 0; c < C::kClasses; ++c)
-#pragma unroll
-            for (int kk = 0; kk < C::kRows; kk += C::kVFirst ? 4 : 1)
-#pragma unroll
-                for (int r = 0; r < (C::kVFirst ? C::kCols : 1); ++r)
-                    f(C::kVFirst ? (column + r) * C::D + 8 * kk + 4 * lk(c) : (32 * (kk / 4) + 4 * lk(c) + kk % 4) * C::kWidth + column,
-                      c, kk, r);
-    }
-    __device__ __forceinline__ float &value(int c, int kk, int r, int i) { return C::kVFirst ? s[c][kk + i][r] : s[c][kk][i]; }
-
     __device__ __forceinline__ void load(const typename C::State *stage) {
-        for_each_vector([&](int at, int c, int kk, int r) {
+        for_each_vector([&](int at, int kk, int r) {
             Vector v = *reinterpret_cast<const Vector *>(stage + at);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) value(c, kk, r, i) = static_cast<float>(v.x[i]);
+            for (int i = 0; i < kVector; ++i) s[row(kk, i)][col(r, i)] = static_cast<float>(v.x[i]);
         });
     }
-    __device__ __forceinline__ void store(typename C::State *stage) {
-        for_each_vector([&](int at, int c, int kk, int r) {
+    __device__ __forceinline__ void store(typename C::State *stage) const {
+        for_each_vector([&](int at, int kk, int r) {
             Vector v;
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) v.x[i] = static_cast<typename C::State>(value(c, kk, r, i));
+            for (int i = 0; i < kVector; ++i) v.x[i] = static_cast<typename C::State>(s[row(kk, i)][col(r, i)]);
             *reinterpret_cast<Vector *>(stage + at) = v;
         });
     }
 };
 
-// Where a token's results go; column 0 of the tile. What a register can be spared for is read from p, in constant memory.
-struct Results {
-    const DeltaParams &p;
-    uint16_t *o;
-    float *kept_u;  // may be null
-
-    __device__ __forceinline__ void put_o(int column, float x, float qk, float u) const {  // o = scale (S^T q + (q . k) u)
-        float y = static_cast<float>(p.scale) * fmaf(qk, u, x);
-        o[column] = p.o.dtype == DType::BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(y)) : __half_as_ushort(__float2half_rn(y));
+// One token, with its slot's vectors: S is updated, o and (unless null) kept_u get its rows.
+template <class C>
+__device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, const TokenSlot<C::D, C::kKda, C::kWidth> &x, uint16_t *o,
+                                     float *kept_u, float scale, bool bf16) {
+    constexpr int kCols = C::kCols;
+    float y[kCols] = {}, z[kCols] = {};  // S^T k, S^T q
+#pragma unroll
+    for (int kk = 0; kk < C::kRows; kk += 4) {
+        float4 g4 = gamma4(x, S.lk, kk), k4 = share4<C::D>(x.k, S.lk, kk), q4 = share4<C::D>(x.q, S.lk, kk);
+        const float g[4] = {g4.x, g4.y, g4.z, g4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int r = 0; r < kCols; ++r) {
+                S.s[kk + i][r] = __fmul_rn(S.s[kk + i][r], g[i]);
+                y[r] = fmaf(S.s[kk + i][r], k[i], y[r]);
+                z[r] = fmaf(S.s[kk + i][r], q[i], z[r]);
+            }
     }
-    __device__ __forceinline__ void put_u(int column, float x) const {
-        if (kept_u) kept_u[column] = x;
-    }
-};
-
-// Sums over the eight lanes lk: an exchange halves what a lane carries, until one is left.
-template <int kCarried, int kMask, int kSums>
-__device__ __forceinline__ void sum_over_lanes(float (&sum)[kSums], int lk) {
-    constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
-    bool upper = lk & kMask;
-#pragma unroll
-    for (int i = 0; i < kNext; ++i) {
-        float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
-        float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
-        sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kMask);
-    }
-    if constexpr (kMask > 1) sum_over_lanes<kNext, kMask / 2>(sum, lk);
-}
-
-// y = S^T k and z = S^T q by lane to u by lane, V-first: every lane gets the u of its kCols columns.
-template <class C, class Slot>
-__device__ __forceinline__ void finish_in_warp(const Share<C> &S, const Slot &x, const float (&y)[C::kCols], const float (&z)[C::kCols],
-                                               const Results &to, float (&u)[C::kCols]) {
-    constexpr int kSums = 2 * C::kCols;
-    constexpr int kLeft = kSums > 8 ? kSums / 8 : 1, kTwins = kSums < 8 ? 8 / kSums : 1;  // sums a lane ends with; lanes that end alike
-    float sum[kSums];
-#pragma unroll
-    for (int r = 0; r < C::kCols; ++r) sum[r] = y[r], sum[C::kCols + r] = z[r];
-    int lk = S.lane & 7;
-    sum_over_lanes<kSums, 4>(sum, lk);  // y ends in lanes lk < 4
-    int from = S.lane & 24, place = (lk & 3) / kTwins;
-    float own[kLeft];  // of use in lanes lk < 4
-#pragma unroll
-    for (int i = 0; i < kLeft; ++i) own[i] = x.beta * (x.v[S.column + place * kLeft + i] - sum[i]);
-#pragma unroll
-    for (int r = 0; r < C::kCols; ++r) u[r] = __shfl_sync(0xffffffffu, own[r % kLeft], from + r / kLeft * kTwins);
-#pragma unroll
-    for (int i = 0; i < kLeft; ++i) {
-        int column = S.column + place * kLeft + i;
-        float mine = __shfl_sync(0xffffffffu, own[i], from + place * kTwins);
-        if (lk < 4)
-            to.put_u(column, own[i]);
-        else
-            to.put_o(column, sum[i], x.qk, mine);
-    }
-}
-
-// The same K-first: through shared memory, in the order of the exchanges above (lanes lk and lk + 4 met in the warp already).
-template <class C, class Slot>
-__device__ __forceinline__ void finish_in_group(const Share<C> &S, Smem<C> &smem, int group, const Slot &x, const float (&y)[C::kCols],
-                                                const float (&z)[C::kCols], const Results &to, float (&u)[C::kCols]) {
-    auto &sum = smem.sum[group];
-#pragma unroll
-    for (int r = 0; r < C::kCols; ++r) sum[0][S.warp][S.column + r] = y[r], sum[1][S.warp][S.column + r] = z[r];
-    ptx::bar_sync(kGroupMeets + group, C::kGroupThreads);
-    int column = static_cast<int>(threadIdx.x) % C::kGroupThreads;
-    if (column < C::kWidth) {
-        auto total = [&](int which) {
-            const auto &part = sum[which];
-            return (part[0][column] + part[2][column]) + (part[1][column] + part[3][column]);
-        };
-        float own = x.beta * (x.v[column] - total(0));
-        smem.u[group][column] = own;
-        to.put_u(column, own);
-        to.put_o(column, total(1), x.qk, own);
-    }
-    ptx::bar_sync(kGroupMeets + group, C::kGroupThreads);
-#pragma unroll
-    for (int r = 0; r < C::kCols; ++r) u[r] = smem.u[group][S.column + r];
-}
-
-// One token, with its slot's vectors.
-template <class C, class Slot>
-__device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, int group, const Slot &x, const Results &to) {
-    float y[C::kClasses][C::kCols] = {}, z[C::kClasses][C::kCols] = {}, u[C::kCols];
-#pragma unroll
-    for (int c = 0; c < C::kClasses; ++c)
-#pragma unroll
-        for (int kk = 0; kk < C::kRows; kk += 4) {
-            int lk = S.lk(c);
-            float4 g4 = gamma4(x, lk, kk), k4 = share4<C::D>(x.k, lk, kk), q4 = share4<C::D>(x.q, lk, kk);
-            const float g[4] = {g4.x, g4.y, g4.z, g4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int r = 0; r < C::kCols; ++r) {
-                    float &s = S.s[c][kk + i][r];
-                    s = __fmul_rn(s, g[i]);
-                    y[c][r] = fmaf(s, k[i], y[c][r]);
-                    z[c][r] = fmaf(s, q[i], z[c][r]);
-                }
-        }
+    auto to_half = [bf16](float f) {
+        return bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(f)) : __half_as_ushort(__float2half_rn(f));
+    };
+    float u[kCols];
     if constexpr (C::kVFirst) {
-        finish_in_warp<C>(S, x, y[0], z[0], to, u);
+        float sum[2 * kCols];
+#pragma unroll
+        for (int r = 0; r < kCols; ++r) sum[r] = y[r], sum[kCols + r] = z[r];
+        // 2 kCols sums over the eight lanes lk: an exchange halves what a lane carries, until one is left.
+        int carried = 2 * kCols;
+#pragma unroll
+        for (int mask = 4; mask > 0; mask /= 2) {
+            bool upper = S.lk & mask;
+            if (carried > 1) {
+                carried /= 2;
+#pragma unroll
+                for (int i = 0; i < carried; ++i) {
+                    float sent = upper ? sum[i] : sum[i + carried], kept = upper ? sum[i + carried] : sum[i];
+                    sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
+                }
+            } else {
+                sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], mask);
+            }
+        }
+        constexpr int kTwins = 4 / kCols;  // lanes that end with the same sum
+        int r = (S.lk & 3) / kTwins, column = S.column + r, from = S.lane & 24;
+        float u_own = x.beta * (x.v[column] - sum[0]);  // of use in lanes lk < 4
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) u[i] = __shfl_sync(0xffffffffu, u_own, from + i * kTwins);
+        float u_mine = __shfl_sync(0xffffffffu, u_own, from + r * kTwins);
+        if (S.lk >= 4)
+            o[column] = to_half(scale * fmaf(x.qk, u_mine, sum[0]));
+        else if (kept_u)
+            kept_u[column] = u_own;
     } else {
 #pragma unroll
-        for (int r = 0; r < C::kCols; ++r) y[0][r] += y[1][r], z[0][r] += z[1][r];
-        finish_in_group<C>(S, smem, group, x, y[0], z[0], to, u);
+        for (int r = 0; r < kCols; ++r) smem.sum[0][S.warp][S.column + r] = y[r], smem.sum[1][S.warp][S.column + r] = z[r];
+        ptx::bar_sync(kConsumersMeet, C::kConsumers);
+        // Thread t < kWidth sums S^T k of column t and makes u, thread kWidth + t sums S^T q and makes o.
+        int t = static_cast<int>(threadIdx.x), column = t % C::kWidth;
+        float total = 0.0f;
+        if (t < 2 * C::kWidth) {
+            const auto &part = smem.sum[t / C::kWidth];
+            total = ((part[0][column] + part[4][column]) + (part[2][column] + part[6][column])) +
+                    ((part[1][column] + part[5][column]) + (part[3][column] + part[7][column]));
+        }
+        if (t < C::kWidth) {
+            float own = x.beta * (x.v[column] - total);
+            smem.u[column] = own;
+            if (kept_u) kept_u[column] = own;
+        }
+        ptx::bar_sync(kConsumersMeet, C::kConsumers);
+#pragma unroll
+        for (int r = 0; r < kCols; ++r) u[r] = smem.u[S.column + r];
+        if (t >= C::kWidth && t < 2 * C::kWidth) o[column] = to_half(scale * fmaf(x.qk, smem.u[column], total));
     }
 #pragma unroll
-    for (int c = 0; c < C::kClasses; ++c)
+    for (int kk = 0; kk < C::kRows; kk += 4) {
+        float4 k4 = share4<C::D>(x.k, S.lk, kk);
+        const float k[4] = {k4.x, k4.y, k4.z, k4.w};
 #pragma unroll
-        for (int kk = 0; kk < C::kRows; kk += 4) {
-            float4 k4 = share4<C::D>(x.k, S.lk(c), kk);
-            const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+        for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int r = 0; r < C::kCols; ++r) S.s[c][kk + i][r] = __fmaf_rn(k[i], u[r], S.s[c][kk + i][r]);
-        }
+            for (int r = 0; r < kCols; ++r) S.s[kk + i][r] = __fmaf_rn(k[i], u[r], S.s[kk + i][r]);
+    }
+}
+
+// Bulk stores of what a warp holds: its columns (V-first) or its groups of four rows (K-first), contiguous in the pool.
+template <class C>
+__device__ __forceinline__ void bulk_store(const Share<C> &S, typename C::State *to, const typename C::State *stage) {
+    constexpr int kChunk = C::kVFirst ? C::D * C::kWidth / 8 : 4 * C::D, kChunks = C::D * C::kWidth / 8 / kChunk;  // elements
+    if (S.lane < kChunks) {
+        int at = C::kVFirst ? S.warp * kChunk : (32 * S.lane + 4 * S.warp) * C::D;
+        ptx::cp_async_bulk_store(to + at, ptx::shared_address(stage + at),
+                                 kChunk * static_cast<int>(sizeof(typename C::State)));
+        ptx::cp_async_bulk_commit_group();
+    }
 }
 
 template <class C>
-__device__ void consume(const DeltaParams &p, Smem<C> &smem, int tiles, int group) {
+__device__ void consume(const DeltaParams &p, Smem<C> &smem, int tiles) {
     Ring<C::kStages> ring{ptx::shared_address(smem.state_ring)};
     RingState<C::kStages> at;
-    Ring<C::kTokenStages> token_ring{ptx::shared_address(smem.token_ring[group])};
+    Ring<C::kTokenStages> token_ring{ptx::shared_address(smem.token_ring)};
     RingState<C::kTokenStages> from;
     Share<C> S;
-    bool leader = S.lane == 0;
-    Results to = {p, nullptr, nullptr};
+    bool leader = S.lane == 0, bf16 = p.o.dtype == DType::BF16;
+    float scale = static_cast<float>(p.scale);
     ptx::bar_sync(kBarriersReady, C::kThreads);
-    if (group == 1) at.advance();
-    auto ready = [&] {
+    int leaving = -1;  // stage whose bulk store may still be reading it
+    auto free_leaving = [&] {
+        if (leaving < 0) return;
+        ptx::cp_async_bulk_wait_group_read<0>();
         __syncwarp();
-        if (leader) ptx::mbarrier_arrive(ptx::shared_address(&smem.ready[at.stage]));
+        if (leader) ptx::mbarrier_arrive(ring.empty(leaving));
     };
-    for (int i = blockIdx.x + group * gridDim.x; i < tiles; i += C::kGroups * gridDim.x, at.advance(), at.advance()) {
+    for (int i = blockIdx.x; i < tiles; i += gridDim.x, at.advance()) {
         ring.wait_full(at);
-        const Tile &tile = smem.tile[at.stage];
-        bool written = tile.write_offset >= 0;
-        int length = tile.length;
+        const Tile tile = smem.tile[at.stage];
         if (tile.padding) {
-            zero_outputs<C::D, C::kKda, C::kWidth, true, C::kGroupThreads>(p, item_of<C>(p, i), threadIdx.x % C::kGroupThreads);
-            ready();
+            zero_outputs<C::D, C::kKda, C::kWidth, true, C::kConsumers>(p, item_of<C>(p, tile.index), threadIdx.x);
+            __syncwarp();
+            if (leader) ptx::mbarrier_arrive(ring.empty(at.stage));
             continue;
         }
         typename C::State *stage = smem.state[at.stage];
-        to.o = reinterpret_cast<uint16_t *>(p.o.data) + tile.o_offset;
-        to.kept_u = p.kept_u ? reinterpret_cast<float *>(p.kept_u.data) + tile.u_offset : nullptr;
         S.load(stage);
-        if (!written) ready();  // the stage is free
-        for (int t = 0; t < length; ++t) {
+        if (tile.write_offset < 0) {
+            __syncwarp();
+            if (leader) ptx::mbarrier_arrive(ring.empty(at.stage));
+        }
+        auto *o = reinterpret_cast<uint16_t *>(p.o.data) + tile.o_offset;
+        auto *kept_u = p.kept_u ? reinterpret_cast<float *>(p.kept_u.data) + tile.u_offset : nullptr;
+        for (int t = 0; t < tile.length; ++t) {
             int slot = t % C::kTokenBlock;
             if (slot == 0) token_ring.wait_full(from);
-            step<C>(S, smem, group, smem.token[group][from.stage][slot], to);
-            to.o += p.o.stride[1];
-            if (to.kept_u) to.kept_u += p.kept_u.stride[1];
-            if (slot == C::kTokenBlock - 1 || t == length - 1) {
+            step(S, smem, smem.token[from.stage][slot], o, kept_u, scale, bf16);
+            o += p.o.stride[1];
+            if (kept_u) kept_u += p.kept_u.stride[1];
+            if (slot == C::kTokenBlock - 1 || t == tile.length - 1) {
                 __syncwarp();
                 if (leader) ptx::mbarrier_arrive(token_ring.empty(from.stage));
                 from.advance();
             }
         }
-        if (!written) continue;
+        free_leaving();
+        leaving = -1;
+        if (tile.write_offset < 0) continue;
         S.store(stage);
         ptx::fence_proxy_async_shared_cta();
-        ready();
+        __syncwarp();
+        bulk_store(S, reinterpret_cast<typename C::State *>(p.state_out.data) + tile.write_offset, stage);
+        leaving = at.stage;
     }
+    ptx::cp_async_bulk_wait_group_read<0>();  // shared memory outlives the stores that read it
 }
 
 template <class C>
@@ -385,19 +357,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) delta_decode_kernel(const __gr
     extern __shared__ __align__(128) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     int tiles = static_cast<int>(p.N * p.HV) * C::kSlices, warp = threadIdx.x / 32;
-    constexpr int kConsumerWarps = C::kGroups * C::kGroupWarps;
-    if (warp < kConsumerWarps) {
-        ptx::setmaxnreg_inc<208>();
-        consume(p, smem, tiles, warp / C::kGroupWarps);
-    } else {
-        ptx::setmaxnreg_dec<96>();
-        if (warp == kConsumerWarps)
-            load_states(p, smem, tiles);
-        else if (warp == kConsumerWarps + 1)
-            store_states(p, smem, tiles);
-        else
-            produce_tokens(p, smem, tiles, warp - kConsumerWarps - 2);
-    }
+    if (warp == C::kConsumerWarps)
+        produce_states(p, smem, tiles);
+    else if (warp > C::kConsumerWarps)
+        produce_tokens(p, smem, tiles, warp - C::kConsumerWarps - 1);
+    else
+        consume(p, smem, tiles);
     zero_tail<C::D, C::kThreads>(p);
 }
 

@@ -5,7 +5,8 @@ namespace linattn::cuda {
 
 void launch_gdn_decode(const DeltaParams &p, int multiprocessors) {
     DeviceGuard guard(p.device);
-    p.K == 128 ? delta_decode::launch_for<128, false>(p, multiprocessors) : delta_decode::launch_for<64, false>(p, multiprocessors);
+    p.K == 128 ? delta_decode::launch_for<128, false>(p, multiprocessors)
+               : delta_decode::launch_for<64, false>(p, multiprocessors);
 }
 
 }  // namespace linattn::cuda

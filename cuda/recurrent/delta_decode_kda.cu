@@ -5,7 +5,8 @@ namespace linattn::cuda {
 
 void launch_kda_decode(const DeltaParams &p, int multiprocessors) {
     DeviceGuard guard(p.device);
-    p.K == 128 ? delta_decode::launch_for<128, true>(p, multiprocessors) : delta_decode::launch_for<64, true>(p, multiprocessors);
+    p.K == 128 ? delta_decode::launch_for<128, true>(p, multiprocessors)
+               : delta_decode::launch_for<64, true>(p, multiprocessors);
 }
 
 }  // namespace linattn::cuda

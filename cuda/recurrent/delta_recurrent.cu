@@ -27,7 +27,8 @@ template <int kD, bool kKdaGate, int kWarpCount, bool kFewTokens>
 struct Config {
     static constexpr int D = kD, kWarps = kWarpCount;
     static constexpr bool kKda = kKdaGate;
-    static constexpr bool kDrafts = kFewTokens;  // decode and verify: loads are not overlapped with the steps, which saves registers
+    static constexpr bool kDrafts =
+        kFewTokens;  // decode and verify: loads are not overlapped with the steps, which saves registers
     static constexpr int kThreads = 32 * kWarps, kGroup = D / 8;  // lanes that fetch one token
     static constexpr int kBlock = kThreads / kGroup;              // tokens per block
     static constexpr int kColumns = kTileV * kWarps;              // columns of V per CTA
@@ -136,7 +137,8 @@ __device__ __forceinline__ int parent_of(const DeltaParams &p, int64_t n, int to
 
 // Drafted tokens: each continues from its parent's state, which is replayed from the one read unless it is the one at hand.
 template <class C>
-__device__ void verify(const DeltaParams &p, const Item &item, Smem<C> &smem, StateTile<C::D> &S, int64_t read_row, int v_warp) {
+__device__ void verify(const DeltaParams &p, const Item &item, Smem<C> &smem, StateTile<C::D> &S, int64_t read_row,
+                       int v_warp) {
     int lane = threadIdx.x & 31, lk = lane & 7, column = (threadIdx.x / 32) * kTileV + 4 * (lane >> 3);
     {
         int own = threadIdx.x / C::kGroup;
@@ -234,13 +236,15 @@ __device__ void run_item(const DeltaParams &p, const Item &item, Smem<C> &smem) 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? (C::kDrafts ? 3 : 2) : 8) delta_recurrent_kernel(const __grid_constant__ DeltaParams p) {
+__global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? (C::kDrafts ? 3 : 2) : 8)
+    delta_recurrent_kernel(const __grid_constant__ DeltaParams p) {
     extern __shared__ __align__(16) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     constexpr int kBlocksV = C::D / C::kColumns;
     int64_t items = p.N * p.HV * kBlocksV;
     for (int64_t i = blockIdx.x; i < items; i += gridDim.x) {
-        Item item = make_item(p, i / kBlocksV / p.HV, i / kBlocksV % p.HV, static_cast<int>(i % kBlocksV) * C::kColumns);
+        Item item = make_item(p, i / kBlocksV / p.HV, static_cast<int>(i / kBlocksV % p.HV),
+                              static_cast<int>(i % kBlocksV) * C::kColumns);
         __syncthreads();  // the previous item's slots are free
         run_item<C>(p, item, smem);
     }
@@ -274,9 +278,11 @@ void launch_delta_recurrent(const DeltaParams &p) {
     using namespace delta_recurrent;
     DeviceGuard guard(p.device);
     using Launcher = void (*)(const DeltaParams &);
-    static constexpr Launcher launchers[2][2][2] = {  // [K = 128][KDA][decode or verify]
-        {{launch_for<64, false, false>, launch_for<64, false, true>}, {launch_for<64, true, false>, launch_for<64, true, true>}},
-        {{launch_for<128, false, false>, launch_for<128, false, true>}, {launch_for<128, true, false>, launch_for<128, true, true>}}};
+    static constexpr Launcher launchers[2][2][2] = {// [K = 128][KDA][decode or verify]
+                                                    {{launch_for<64, false, false>, launch_for<64, false, true>},
+                                                     {launch_for<64, true, false>, launch_for<64, true, true>}},
+                                                    {{launch_for<128, false, false>, launch_for<128, false, true>},
+                                                     {launch_for<128, true, false>, launch_for<128, true, true>}}};
     launchers[p.K == 128][p.family == Family::Kda][p.op != Op::Fwd](p);
 }
 

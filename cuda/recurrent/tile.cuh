@@ -31,7 +31,8 @@ __device__ __forceinline__ float load_float(const Tensor &t, int64_t at) {
 }
 
 __device__ __forceinline__ int64_t load_int(const Tensor &t, int64_t at) {
-    return t.dtype == DType::I32 ? reinterpret_cast<const int32_t *>(t.data)[at] : reinterpret_cast<const int64_t *>(t.data)[at];
+    return t.dtype == DType::I32 ? reinterpret_cast<const int32_t *>(t.data)[at]
+                                 : reinterpret_cast<const int64_t *>(t.data)[at];
 }
 
 // Row of a pool for sequence n; -1 where there is nothing to read or write.

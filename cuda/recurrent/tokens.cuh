@@ -8,17 +8,18 @@ namespace linattn::cuda {
 // What the recurrence reads of one token, of the kColumns columns of V that a CTA owns.
 template <int D, bool kKda, int kColumns>
 struct alignas(16) TokenSlot {
-    float q[D], k[D];            // permuted (tile.cuh), after l2norm
-    float gamma[kKda ? D : 4];   // decay factors, permuted; GDN: one, four times
+    float q[D], k[D];           // permuted (tile.cuh), after l2norm
+    float gamma[kKda ? D : 4];  // decay factors, permuted; GDN: one, four times
     float v[kColumns];
-    float beta, qk, unused[2];   // qk = q . k
+    float beta, qk, unused[2];  // qk = q . k
 };
 
 // One sequence and value head of a call.
 struct Item {
-    int64_t n, head, batch, bos;  // sequence, value head, row of B, first token
-    int length;                   // tokens; T is below 2^31
-    int v_cta;                    // first column of V of the CTA
+    int64_t n, bos;   // sequence, its first token
+    int batch, head;  // row of B, value head
+    int length;       // tokens; T is below 2^31
+    int v_cta;        // first column of V of the CTA
 };
 
 __device__ __forceinline__ int64_t token_offset(const Tensor &t, const Item &item, int token) {
@@ -49,27 +50,27 @@ struct TokenLoader {
     const DeltaParams &p;
     const Item &item;
     int lane_in_group = threadIdx.x % kGroup;
-    int64_t head_qk;
-    bool first_of_group;
+    int head_qk;
     float amplitude = 1.0f, bias = 0.0f, bias8[8] = {};
     uint4 q{}, k{}, v{};
     float g8[8] = {}, g = 0.0f, beta = 0.0f;
 
     __device__ TokenLoader(const DeltaParams &params, const Item &i) : p(params), item(i) {
-        int ratio = static_cast<int>(p.HV) / static_cast<int>(p.H), head = static_cast<int>(item.head);
-        head_qk = head / ratio;
-        first_of_group = head % ratio == 0;
-        if (p.A_log) amplitude = fminf(expf(load_float(p.A_log, item.head * p.A_log.stride[0])), 1e30f);  // inf would make inf x 0
+        head_qk = item.head / ratio();
+        if (p.A_log)
+            amplitude = fminf(expf(load_float(p.A_log, item.head * p.A_log.stride[0])), 1e30f);  // inf would make inf x 0
         if (!p.dt_bias) return;
         if constexpr (kKda) {
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                bias8[i] = load_float(p.dt_bias, item.head * p.dt_bias.stride[0] + (8 * lane_in_group + i) * p.dt_bias.stride[1]);
+                bias8[i] =
+                    load_float(p.dt_bias, item.head * p.dt_bias.stride[0] + (8 * lane_in_group + i) * p.dt_bias.stride[1]);
         } else {
             bias = load_float(p.dt_bias, item.head * p.dt_bias.stride[0]);
         }
     }
 
+    __device__ __forceinline__ int ratio() const { return static_cast<int>(p.HV) / static_cast<int>(p.H); }
     __device__ __forceinline__ int64_t offset_qk(const Tensor &t, int token) const {
         return item.batch * t.stride[0] + (item.bos + token) * t.stride[1] + head_qk * t.stride[2];
     }
@@ -129,7 +130,7 @@ struct TokenLoader {
             to[0] = make_float4(w[0], w[1], w[2], w[3]);
             to[1] = make_float4(w[4], w[5], w[6], w[7]);
         }
-        if (keep && p.kept_k && first_of_group) store8(p.kept_k, offset_qk(p.kept_k, token), y);
+        if (keep && p.kept_k && head_qk * ratio() == item.head) store8(p.kept_k, offset_qk(p.kept_k, token), y);
         if constexpr (kKda) {
             float d[8];
 #pragma unroll
@@ -162,8 +163,8 @@ __device__ __forceinline__ int64_t clamped_start(const DeltaParams &p, int64_t n
     return at < 0 ? 0 : at > p.T ? p.T : at;
 }
 
-__device__ __forceinline__ Item make_item(const DeltaParams &p, int64_t n, int64_t head, int v_cta) {
-    Item item = {n, head, n, 0, static_cast<int>(p.T), v_cta};
+__device__ __forceinline__ Item make_item(const DeltaParams &p, int64_t n, int head, int v_cta) {
+    Item item = {n, 0, static_cast<int>(n), head, static_cast<int>(p.T), v_cta};
     if (p.cu_seqlens) {
         item.batch = 0;
         item.bos = clamped_start(p, n);
@@ -182,9 +183,10 @@ __device__ void zero_outputs(const DeltaParams &p, const Item &item, int thread)
         reinterpret_cast<uint16_t *>(p.o.data)[token_offset(p.o, item, token) + column] = 0;
         if (!kKeep) continue;
         if (p.kept_u) float_at(p.kept_u, token_offset(p.kept_u, item, token) + column) = 0.0f;
-        if (p.kept_g && (kKda || column == 0)) float_at(p.kept_g, token_offset(p.kept_g, item, token) + (kKda ? column : 0)) = 0.0f;
+        if (p.kept_g && (kKda || column == 0))
+            float_at(p.kept_g, token_offset(p.kept_g, item, token) + (kKda ? column : 0)) = 0.0f;
         Item k_item = item;
-        k_item.head = item.head / (p.HV / p.H);
+        k_item.head = static_cast<int>(item.head / (p.HV / p.H));
         if (p.kept_k && k_item.head * (p.HV / p.H) == item.head)
             float_at(p.kept_k, token_offset(p.kept_k, k_item, token) + column) = 0.0f;
     }

@@ -1,0 +1,111 @@
+"""Every GPU kernel once or twice on small inputs, for compute-sanitizer.
+
+    for tool in memcheck racecheck synccheck initcheck; do
+        compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py
+    done
+
+Each array is an allocation of its own, so that memcheck sees every access outside of one. Results are compared with the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+
+import pylinattn
+
+cp.cuda.set_allocator(None)  # no pool: an array is a cudaMalloc
+rng = np.random.default_rng(0)
+LENGTHS = [5, 0, 67]
+H, HV = 1, 2
+worst = 0.0
+
+
+def pair(array, dtype):
+    """The same values for the GPU, and in float64 for the CPU."""
+    rounded = np.asarray(array, dtype)
+    return cp.asarray(rounded), rounded.astype(np.float64)
+
+
+def states(rows, D, dtype, v_first, padding=0):
+    host = np.asarray(rng.standard_normal((rows, HV, D, D)), dtype)
+    device = cp.zeros((rows, HV, D, D + padding), dtype)[..., :D]
+    device = device.transpose(0, 1, 3, 2) if v_first else device
+    device[...] = cp.asarray(host)
+    return device, host.astype(np.float64)
+
+
+def compare(name, device, host):
+    global worst
+    mine = cp.asnumpy(device).astype(np.float64)
+    error = np.sqrt(np.mean((mine - host) ** 2)) / (np.sqrt(np.mean(host**2)) + 1e-30)
+    worst = max(worst, error)
+    if not error < 6e-3:
+        sys.exit(f"{name}: relative error {error:.1e} from the CPU, by {pylinattn.last_path()}")
+
+
+def inputs(kda, B, T, D, dtype):
+    gate = (B, T, HV, D) if kda else (B, T, HV)
+    q, k = (pair(rng.standard_normal((B, T, H, D)), dtype) for _ in range(2))
+    v = pair(rng.standard_normal((B, T, HV, D)), dtype)
+    return [q, k, v, pair(-rng.random(gate), np.float32), pair(rng.random((B, T, HV)), np.float32)]
+
+
+def both(name, op, arrays, **options):
+    """Runs op on the GPU and on the CPU; options that are pairs are split."""
+    calls = []
+    for side in (0, 1):
+        split = {k: v[side] if isinstance(v, tuple) else v for k, v in options.items()}
+        calls.append(op(*(a[side] for a in arrays), qk_l2norm=True, **split))
+    outputs = [c if isinstance(c, tuple) else (c,) for c in calls]
+    for number, (device, host) in enumerate(zip(*outputs, strict=True)):
+        if device is not None:
+            compare(f"{name}, output {number}", device, host)
+    return calls
+
+
+def table(values):
+    return cp.asarray(values, cp.int32), np.asarray(values, np.int32)
+
+
+for kda, D, (dtype, state_dtype), v_first in itertools.product(
+    (False, True),
+    (64, 128),
+    ((np.float16, np.float32), (ml_dtypes.bfloat16, ml_dtypes.bfloat16)),
+    (False, True),
+):
+    family = "kda" if kda else "gdn"
+    name = f"{family}, D {D}, states {np.dtype(state_dtype)}, {'V' if v_first else 'K'}-first"
+    fwd, decode, verify = (
+        getattr(pylinattn, f"{family}_{op}") for op in ("fwd", "decode", "verify")
+    )
+    lengths = table(np.concatenate([[0], np.cumsum(LENGTHS)]))
+    packed = inputs(kda, 1, sum(LENGTHS) + 3, D, dtype)
+    both(
+        f"{name}, forward", fwd, packed, cu_seqlens=lengths, output_final_state=True,
+        initial_state=states(3, D, state_dtype, v_first), checkpoint_every=64,
+    )  # fmt: skip
+    rows = table([2, -1, 0])
+    for padding in (0, 8):  # 8: a pool that only the recurrent kernel takes
+        pool = states(4, D, state_dtype, v_first, padding)
+        both(f"{name}, decode", decode, [*inputs(kda, 3, 2, D, dtype), pool], read_indices=rows)
+        compare(f"{name}, pool", *pool)
+    drafts = inputs(kda, 3, 4, D, dtype)
+    both(
+        f"{name}, tree", verify, [*drafts, pool], read_indices=rows,
+        parents=table([[-1, 0, 0, 1]] * 3), write_indices=table([[-1, 1, -1, 3], [-1] * 4, [-1] * 4]),
+    )  # fmt: skip
+    pool = states(4, D, state_dtype, v_first)
+    kept = both(f"{name}, chain", verify, [*drafts, pool], read_indices=rows)
+    for side in (0, 1):
+        pylinattn.delta_commit(
+            pool[side], *kept[side][1:], table([3, 4, 9])[side], read_indices=rows[side]
+        )
+    compare(f"{name}, committed", *pool)
+
+cp.cuda.runtime.deviceSynchronize()
+print(f"every kernel ran; largest relative error from the CPU {worst:.1e}")
