@@ -1,0 +1,381 @@
+// The AUX warpgroup of gdn_fwd_kernel: the 64x64 matrices of a chunk.
+//
+//   L = tril(diag(beta) K K^T, -1);  A = (I + L)^-1                       free of gates
+//   A^_ij = 2^(G_i - G_j) A_ij;  P_ij = scale 2^(G_i - G_j) q_i . k_j,  i >= j
+//
+// In blocks of 16 tokens. Warp w computes block row w of K K^T and Q K^T by wgmma; M = -L below the diagonal goes to shared
+// memory in fp16. Diagonal blocks are inverted in registers in fp32: two 8x8 halves by elimination, two rows at a time with
+// shuffles, joined by two m16n8k8. The rest is block substitution with m16n8k16, fp32 accumulation, fp16 operands:
+//   X10 = X11 M10 X00;  X32 = X33 M32 X22;  Y2j = X22 M2j;  Y3j = X33 M3j + X32 M2j;
+//   X21 = Y21 X11;  X31 = Y31 X11;  X20 = Y20 X00 + Y21 X10;  X30 = Y30 X00 + Y31 X10
+// dealt out so that no warp passes more than four dependent products: warp 0 has block 30, warp 1 has 21 and 20, warp 2 has 32
+// and 31, warp 3 (the longest row of P) has 10, which warps 0 and 1 need and get through shared memory and a named barrier.
+// Decays of block row w against column blocks before it are products 2^(G_i - G_ref) 2^(G_ref - G_j), ref its first token, both
+// <= 1; only the diagonal block takes exponentials here. Blocks above the diagonal are cleared once and never written.
+//
+// l2norm: q and k stay as they are, 1/|q| and 1/|k| go into the row and column factors, so nothing is rounded once more.
+//
+// The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
+// in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
+#pragma once
+#include <type_traits>
+
+#include "items.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace linattn::cuda::gdn {
+
+constexpr uint32_t kX10Barrier = 1;  // named barriers, one a group: block 10 of the inverse is in place; warps 0, 1 wait for 3
+
+struct Lane {
+    int lane, g, q;
+    __device__ __forceinline__ explicit Lane(int l) {
+        asm volatile("" : "+r"(l));
+        lane = l, g = l >> 2, q = l & 3;
+    }
+};
+
+// A diagonal block of -L: its two 8x8 diagonal blocks, strictly lower, and its lower left one transposed in fp16.
+struct Diagonal {
+    float a[2], e[2];
+    uint32_t transposed;
+};
+
+__device__ __forceinline__ uint32_t pack_f16(float lo, float hi) { return ptx::cvt_rn_f16x2(lo, hi); }
+
+// Address of lane `lane` for an stmatrix of the 16x16 block (i, j) of A^ or P (both 64x64, 128-byte swizzle).
+__device__ __forceinline__ uint32_t product_block(uint32_t tile, int i, int j, int lane) {
+    return tile + (((16 * i + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) * 16)) ^ (j * 32));
+}
+
+// Calls f with the warp's number as a constant.
+template <class F>
+__device__ __forceinline__ void for_warp(int w, F f) {
+    if (w < 2) {
+        if (w == 0)
+            f(std::integral_constant<int, 0>{});
+        else
+            f(std::integral_constant<int, 1>{});
+    } else {
+        if (w == 2)
+            f(std::integral_constant<int, 2>{});
+        else
+            f(std::integral_constant<int, 3>{});
+    }
+}
+
+// One row of 64 x 64 products X Y^T, all K.
+template <class C>
+__device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32_t y) {
+    using Tile = typename Smem<C>::Tile;
+    const uint32_t x_low = Tile::k_major_low(x, 0, 0), y_low = Tile::k_major_low(y, 0, 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < C::D / 16; s++) {
+        const uint32_t step = Tile::offset(0, 16 * s) >> 4;
+        const uint64_t a = ptx::wgmma_descriptor(x_low + step, Tile::k_major_high());
+        const uint64_t b = ptx::wgmma_descriptor(y_low + step, Tile::k_major_high());
+        if (s == 0)
+            ptx::wgmma_ss_first<typename C::T, ptx::Major::K, ptx::Major::K>(d, a, b);
+        else
+            ptx::wgmma_ss<typename C::T, ptx::Major::K, ptx::Major::K>(d, a, b, true);
+    }
+    ptx::wgmma_commit_group();
+}
+
+// Row w of K K^T -> M, and the diagonal block. t: table at the warp's first row.
+template <class C, int w>
+__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &diagonal, uint32_t t, uint32_t M, int l) {
+    const Lane at(l);
+    const float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
+                n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
+    float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
+#pragma unroll
+    for (int j = 0; j < w; j++) {
+        const float *b = d + 8 * j;
+        if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
+        const uint32_t block[4] = {pack_f16(b[0] * n0 * r.x, b[1] * n0 * r.y), pack_f16(b[2] * n1 * r.x, b[3] * n1 * r.y),
+                                   pack_f16(b[4] * n0 * r.z, b[5] * n0 * r.w), pack_f16(b[6] * n1 * r.z, b[7] * n1 * r.w)};
+        ptx::stmatrix_x4(M + at.lane * 16 + (3 * w - 3 + j) * 512, block);
+    }
+    const float *b = d + 8 * w;
+    const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kColumnBeta + at.q * 16 + 8);
+    float row = -1.0f;
+    if constexpr (C::kL2Norm) {
+        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
+        row = -ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g));
+    }
+    diagonal.a[0] = at.g > 2 * at.q ? b[0] * n0 * r.x : 0.0f;
+    diagonal.a[1] = at.g > 2 * at.q + 1 ? b[1] * n0 * r.y : 0.0f;
+    diagonal.e[0] = at.g > 2 * at.q ? b[6] * n1 * r.z : 0.0f;
+    diagonal.e[1] = at.g > 2 * at.q + 1 ? b[7] * n1 * r.w : 0.0f;
+    // K K^T is symmetric: the upper right 8x8, scaled by its columns, is the lower left one transposed.
+    diagonal.transposed = pack_f16(row * b[4] * beta.x, row * b[5] * beta.y);
+}
+
+// Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8.
+__device__ __forceinline__ void diagonal_decays(float (&e)[6], uint32_t t, int l) {
+    const Lane at(l);
+    const float G0 = ptx::ld_shared_f32(t + 4 * (table::kG + at.g)), G1 = ptx::ld_shared_f32(t + 4 * (table::kG + 8 + at.g));
+    const float4 c = ptx::ld_shared_v4_f32(t + 4 * table::kColumnG + at.q * 16);
+    const auto factor = [](float x) { return ptx::ex2_approx_ftz(fminf(x, 0.0f)); };
+    e[0] = at.g >= 2 * at.q ? factor(G0 - c.x) : 0.0f;
+    e[1] = at.g > 2 * at.q ? factor(G0 - c.y) : 0.0f;
+    e[2] = factor(G1 - c.x);
+    e[3] = factor(G1 - c.y);
+    e[4] = at.g >= 2 * at.q ? factor(G1 - c.z) : 0.0f;
+    e[5] = at.g > 2 * at.q ? factor(G1 - c.w) : 0.0f;
+}
+
+__device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
+
+// Inverse of I - N for the two strictly lower 8x8 matrices a (-> x) and e (-> y): rows 1, then 2-3, 4-5, 6-7 are eliminated.
+// Lane (g, q) holds columns 2q, 2q+1 of row g.
+__device__ __forceinline__ void invert_8x8(const Diagonal &n, float (&x)[2], float (&y)[2], const Lane &at) {
+    const int q = at.q, own = at.lane & 28;
+    const float a0 = n.a[0], a1 = n.a[1], e0 = n.e[0], e1 = n.e[1];
+    {
+        const float na = from_lane(a0, 4), ne = from_lane(e0, 4);
+        x[0] = y[0] = at.g == 2 * q ? 1.0f : 0.0f;
+        x[1] = y[1] = at.g == 2 * q + 1 ? 1.0f : 0.0f;
+        if (q == 0) {
+            x[0] += fmaf(a1, na, a0), x[1] += a1;
+            y[0] += fmaf(e1, ne, e0), y[1] += e1;
+        }
+    }
+#pragma unroll
+    for (int pair = 1; pair < 3; pair++) {  // rows r = 2 pair and r + 1; row r + 1 first takes row r in
+        const int r = 2 * pair, from_r = 4 * r + q, from_next = from_r + 4;
+        const float na = from_lane(a0, 4 * (r + 1) + pair), ne = from_lane(e0, 4 * (r + 1) + pair);
+        const float ua0 = from_lane(a0, own | pair), ua1 = from_lane(a1, own | pair);
+        const float ue0 = from_lane(e0, own | pair), ue1 = from_lane(e1, own | pair);
+        const float p0 = from_lane(x[0], from_r), p1 = from_lane(x[1], from_r);
+        const float s0 = from_lane(y[0], from_r), s1 = from_lane(y[1], from_r);
+        const float u0 = fmaf(na, p0, from_lane(x[0], from_next)), u1 = fmaf(na, p1, from_lane(x[1], from_next));
+        const float w0 = fmaf(ne, s0, from_lane(y[0], from_next)), w1 = fmaf(ne, s1, from_lane(y[1], from_next));
+        x[0] = fmaf(ua1, u0, fmaf(ua0, p0, x[0])), x[1] = fmaf(ua1, u1, fmaf(ua0, p1, x[1]));
+        y[0] = fmaf(ue1, w0, fmaf(ue0, s0, y[0])), y[1] = fmaf(ue1, w1, fmaf(ue0, s1, y[1]));
+    }
+    const float ua = from_lane(a0, own | 3), ue = from_lane(e0, own | 3);  // row 7 takes row 6 in
+    const float p0 = from_lane(x[0], 24 | q), p1 = from_lane(x[1], 24 | q), s0 = from_lane(y[0], 24 | q),
+                s1 = from_lane(y[1], 24 | q);
+    x[0] = fmaf(ua, p0, x[0]), x[1] = fmaf(ua, p1, x[1]);
+    y[0] = fmaf(ue, s0, y[0]), y[1] = fmaf(ue, s1, y[1]);
+}
+
+// Inverse of diagonal block w: to X for the substitution, with decays to A^.
+template <class C>
+__device__ __forceinline__ void invert_diagonal(const Diagonal &n, const float (&e)[6], uint32_t X, uint32_t A, int w, int l) {
+    const Lane at(l);
+    float x[2], y[2];
+    invert_8x8(n, x, y, at);
+    const uint32_t upper = pack_f16(x[0], x[1]), lower = pack_f16(y[0], y[1]);
+    const uint32_t upper_b = ptx::movmatrix_trans(upper);
+    float d[4] = {}, z[4] = {};  // lower left: Y N X
+    ptx::mma_m16n8k8<__half>(d, {lower, 0}, n.transposed);
+    ptx::mma_m16n8k8<__half>(z, {pack_f16(d[0], d[1]), 0}, upper_b);
+    ptx::stmatrix_x4(X + w * 512 + at.lane * 16, {upper, pack_f16(z[0], z[1]), 0, lower});
+    using T = typename C::T;
+    ptx::stmatrix_x4(product_block(A, w, w, at.lane),
+                     {ptx::cvt_rn_x2<T>(x[0] * e[0], x[1] * e[1]), ptx::cvt_rn_x2<T>(z[0] * e[2], z[1] * e[3]), 0,
+                      ptx::cvt_rn_x2<T>(y[0] * e[4], y[1] * e[5])});
+}
+
+// A 16x16 block in an accumulator, times row factors f0, f1 and column factors c, in T.
+template <class C>
+__device__ __forceinline__ void store_block(uint32_t address, const float *b, float f0, float f1, const float4 &c) {
+    using T = typename C::T;
+    ptx::stmatrix_x4(
+        address, {ptx::cvt_rn_x2<T>(b[0] * c.x * f0, b[1] * c.y * f0), ptx::cvt_rn_x2<T>(b[2] * c.x * f1, b[3] * c.y * f1),
+                  ptx::cvt_rn_x2<T>(b[4] * c.z * f0, b[5] * c.w * f0), ptx::cvt_rn_x2<T>(b[6] * c.z * f1, b[7] * c.w * f1)});
+}
+
+// Row w of Q K^T -> P.
+template <class C, int w>
+__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, int l) {
+    if constexpr (!C::kOutputs) return;
+    const Lane at(l);
+    const uint32_t to = product_block(P, w, 0, at.lane);
+    if constexpr (w > 0) {
+        const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
+        const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
+        constexpr int kDecay = C::kL2Norm ? table::kColumnDecayNormK : table::kColumnDecay;
+#pragma unroll
+        for (int j = 0; j < w; j++)
+            store_block<C>(to ^ (j * 32), d + 8 * j, f0, f1,
+                           ptx::ld_shared_v4_f32(t + 4 * (kDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16));
+    }
+    using T = typename C::T;
+    const float *b = d + 8 * w;
+    float s0 = scale, s1 = scale;
+    float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (C::kL2Norm) {
+        s0 = ptx::ld_shared_f32(t + 4 * (table::kScaledNormQ + at.g)),
+        s1 = ptx::ld_shared_f32(t + 4 * (table::kScaledNormQ + 8 + at.g));
+        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
+    }
+    // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
+    ptx::stmatrix_x4(to ^ (w * 32), {ptx::cvt_rn_x2<T>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
+                                     ptx::cvt_rn_x2<T>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
+                                     ptx::cvt_rn_x2<T>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
+}
+
+// Block (i, j) of A, i > j, to A^. t: table, not offset by the warp.
+template <class C, int i, int j>
+__device__ __forceinline__ void store_a(const float (&x)[8], uint32_t t, uint32_t A, int l) {
+    const Lane at(l);
+    const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 16 * i + at.g));
+    const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 16 * i + 8 + at.g));
+    store_block<C>(product_block(A, i, j, at.lane), x, f0, f1,
+                   ptx::ld_shared_v4_f32(t + 4 * (table::kColumnDecay + 64 * (i - 1) + 16 * j) + at.q * 16));
+}
+
+// d += a b for 16x16 blocks; b by ldmatrix_x4_trans.
+__device__ __forceinline__ void multiply(float (&d)[8], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    ptx::mma_m16n8k16<__half>(reinterpret_cast<float (&)[4]>(d[0]), a, b[0], b[1]);
+    ptx::mma_m16n8k16<__half>(reinterpret_cast<float (&)[4]>(d[4]), a, b[2], b[3]);
+}
+
+__device__ __forceinline__ void pack_block(uint32_t (&r)[4], const float (&d)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) r[i] = pack_f16(d[2 * i], d[2 * i + 1]);
+}
+
+// The blocks of the inverse below the diagonal, and, woven in behind the first products, the warp's row of P.
+// M, X, X10: addresses of the lane; t: table; tw: table at the warp's first row.
+template <class C>
+struct Substitution {
+    uint32_t t, tw, M, X, X10, A, P, x10_barrier;
+    float scale;
+    int lane;
+
+    __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (3 * i - 3 + j) * 512; }
+    __device__ __forceinline__ uint32_t x(int i) const { return X + i * 512; }
+
+    template <int w>
+    __device__ __forceinline__ void run(const float (&qk)[32], const float (&e)[6]) const {
+        uint32_t a[4], b[4];
+        if constexpr (w == 0) {  // block 30
+            float z[8] = {}, y1[8] = {}, y0[8] = {};
+            ptx::ldmatrix_x4(a, x(3));
+            ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
+            ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
+            ptx::ldmatrix_x4_trans(b, m(3, 0)), multiply(y0, a, b);
+            store_p<C, w>(qk, e, tw, P, scale, lane);
+            float x32[8] = {};
+            pack_block(a, z);
+            ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
+            pack_block(a, x32);
+            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
+            float r[8] = {};
+            pack_block(a, y0);
+            ptx::ldmatrix_x4_trans(b, x(0)), multiply(r, a, b);
+            ptx::bar_sync(x10_barrier, 96);
+            pack_block(a, y1);
+            ptx::ldmatrix_x4_trans(b, X10), multiply(r, a, b);
+            store_a<C, 3, 0>(r, t, A, lane);
+        } else if constexpr (w == 1) {  // blocks 21, 20
+            float y1[8] = {}, y0[8] = {}, r1[8] = {}, r0[8] = {};
+            ptx::ldmatrix_x4(a, x(2));
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
+            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
+            store_p<C, w>(qk, e, tw, P, scale, lane);
+            uint32_t a0[4];
+            pack_block(a, y1);
+            ptx::ldmatrix_x4_trans(b, x(1)), multiply(r1, a, b);
+            pack_block(a0, y0);
+            ptx::ldmatrix_x4_trans(b, x(0)), multiply(r0, a0, b);
+            store_a<C, 2, 1>(r1, t, A, lane);
+            ptx::bar_sync(x10_barrier, 96);
+            ptx::ldmatrix_x4_trans(b, X10), multiply(r0, a, b);
+            store_a<C, 2, 0>(r0, t, A, lane);
+        } else if constexpr (w == 2) {  // blocks 32, 31
+            float z[8] = {}, y1[8] = {}, x32[8] = {}, x31[8] = {};
+            ptx::ldmatrix_x4(a, x(3));
+            ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
+            ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
+            store_p<C, w>(qk, e, tw, P, scale, lane);
+            pack_block(a, z);
+            ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
+            pack_block(a, x32);
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
+            store_a<C, 3, 2>(x32, t, A, lane);
+            pack_block(a, y1);
+            ptx::ldmatrix_x4_trans(b, x(1)), multiply(x31, a, b);
+            store_a<C, 3, 1>(x31, t, A, lane);
+        } else {  // block 10
+            float z[8] = {}, x10[8] = {};
+            ptx::ldmatrix_x4(a, x(1));
+            ptx::ldmatrix_x4_trans(b, m(1, 0)), multiply(z, a, b);
+            pack_block(a, z);
+            ptx::ldmatrix_x4_trans(b, x(0)), multiply(x10, a, b);
+            pack_block(a, x10);
+            ptx::stmatrix_x4(X10, a);
+            ptx::bar_arrive(x10_barrier, 96);
+            store_p<C, w>(qk, e, tw, P, scale, lane);
+            store_a<C, 1, 0>(x10, t, A, lane);
+        }
+    }
+};
+
+// Group `group` has the chunks whose number in the CTA is group mod kAuxGroups.
+template <class C>
+__device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &smem, uint32_t items, int group) {
+    const int w = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);  // opaque
+    InverseScratch &scratch = smem.inverse[group];
+    const uint32_t inverse_ready = ptx::shared_address(&smem.inverse_ready[group]);
+    RingState<kTileStages> tile;
+    RingState<kTableStages> factors;
+    RingState<kProductStages> product;
+    uint32_t own = 0;  // parity of the group's count of chunks: buffer of the scratch, and phase of inverse_ready
+    float d[32];
+    for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
+        int chunks = make_item<C>(params, smem.segment_tokens, index).chunks();
+        for (; chunks > 0; chunks--, tile.advance(), factors.advance(), product.advance()) {
+            if (C::kAuxGroups == 2 && product.stage != group) continue;
+            const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
+            const uint32_t t = ptx::shared_address(smem.table[factors.stage]), tw = t + 64 * w;
+            const uint32_t M = ptx::shared_address(scratch.M[own]), X = ptx::shared_address(scratch.X[own]);
+            const uint32_t A = ptx::shared_address(smem.a[product.stage]);
+            const uint32_t P = C::kOutputs ? ptx::shared_address(smem.p[product.stage]) : 0;
+            smem.tiles().wait_full(tile);
+            issue_product<C>(d, k, k);
+            Diagonal diagonal;
+            smem.tables().wait_full(factors);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(d);
+            for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value>(d, diagonal, tw, M, lane); });
+            if constexpr (C::kOutputs) issue_product<C>(d, ptx::shared_address(smem.q[tile.stage]), k);
+            smem.products().wait_empty(product);
+            float e[6];
+            diagonal_decays(e, tw, lane);
+            invert_diagonal<C>(diagonal, e, X, A, w, lane);
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(inverse_ready);
+            if constexpr (C::kOutputs) {
+                ptx::wgmma_wait_group<0>();
+                ptx::register_fence(d);
+            }
+            if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
+            ptx::mbarrier_wait_parity(inverse_ready, own);
+            const Substitution<C> substitution{
+                t, tw, M + 16 * lane,       X + 16 * lane, ptx::shared_address(scratch.X10[own]) + 16 * lane,
+                A, P,  kX10Barrier + group, params.scale,  lane};
+            for_warp(w, [&](auto warp) { substitution.template run<decltype(warp)::value>(d, e); });
+            ptx::fence_proxy_async_shared_cta();
+            __syncwarp();
+            if (lane == 0) {
+                ptx::mbarrier_arrive(smem.products().full(product.stage));
+                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
+            }
+            own ^= 1;
+        }
+    }
+}
+
+}  // namespace linattn::cuda::gdn

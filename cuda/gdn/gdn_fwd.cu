@@ -1,0 +1,101 @@
+// Which kernels a gdn_fwd call becomes: whole sequences per CTA, V cut in two, or segments of sequences joined by their
+// transitions.
+#include "gdn.h"
+
+#include "common/device_guard.h"
+#include "common/launch.h"
+#include "common/tensor_map.h"
+#include "gdn_join.cuh"
+
+namespace linattn::cuda {
+namespace gdn {
+
+// TMA addresses a [B,T,heads,D] array if rows are contiguous and all else is a multiple of 16 bytes.
+static bool tma_fits(const Tensor &t, int64_t B, int64_t T, int64_t heads) {
+    const int64_t size[3] = {B, T, heads};
+    if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0 || t.stride[3] != 1) return false;
+    for (int axis = 0; axis < 3; axis++)
+        if (size[axis] > 1 && (t.stride[axis] <= 0 || t.stride[axis] % 8 != 0 || t.stride[axis] >= int64_t{1} << 39))
+            return false;
+    return true;
+}
+
+static CUtensorMap tile_map(const char *name, const Tensor &t, int64_t B, int64_t T, int64_t heads, int64_t D) {
+    return make_tensor_map(name, t.data, t.dtype,
+                           {{D, 1, 64}, {heads, t.stride[2], 1}, {T, t.stride[1], kChunk}, {B, t.stride[0], 1}}, 128);
+}
+
+template <class T, int D, Pass kPass>
+static void launch_columns(const KernelParams &params, const TensorMaps &maps, int multiprocessors, bool narrow_columns) {
+    const bool norm = params.p.qk_l2norm;
+    if constexpr (D == 128) {
+        if (!narrow_columns || kPass == Pass::Transition) {
+            norm ? launch_fwd<Config<T, D, 128, true, kPass>>(params, maps, multiprocessors)
+                 : launch_fwd<Config<T, D, 128, false, kPass>>(params, maps, multiprocessors);
+            return;
+        }
+    }
+    if constexpr (D == 64 || kPass == Pass::Outputs)
+        norm ? launch_fwd<Config<T, D, 64, true, kPass>>(params, maps, multiprocessors)
+             : launch_fwd<Config<T, D, 64, false, kPass>>(params, maps, multiprocessors);
+}
+
+template <Pass kPass>
+static void launch_pass(const KernelParams &params, const TensorMaps &maps, int multiprocessors, bool narrow_columns) {
+    const bool bf16 = params.p.q.dtype == DType::BF16;
+    if (params.p.K == 128)
+        bf16 ? launch_columns<__nv_bfloat16, 128, kPass>(params, maps, multiprocessors, narrow_columns)
+             : launch_columns<__half, 128, kPass>(params, maps, multiprocessors, narrow_columns);
+    else
+        bf16 ? launch_columns<__nv_bfloat16, 64, kPass>(params, maps, multiprocessors, narrow_columns)
+             : launch_columns<__half, 64, kPass>(params, maps, multiprocessors, narrow_columns);
+}
+
+template <int D>
+static void launch_join(const KernelParams &params) {
+    LaunchConfig config;
+    config.grid.x = params.p.N * params.p.HV * (D / kSlice);
+    config.block.x = 2 * D;
+    config.stream = static_cast<cudaStream_t>(params.p.stream);
+    config.programmatic = true;
+    launch("gdn_join_kernel", gdn_join_kernel<D>, config, params);
+}
+
+// Few pairs of sequence and head: 64 columns of V for a CTA, so that each pair runs on two.
+static bool narrow(const DeltaParams &p, int multiprocessors) { return p.N * p.HV * 2 <= multiprocessors; }
+
+// How many segments run at once, or 0 where sequences are not cut: asked not to, or the sequences alone fill the card.
+static int slots(const DeltaParams &p, int multiprocessors) {
+    if (p.splits == 1 || !narrow(p, multiprocessors)) return 0;
+    const int64_t fit = multiprocessors / (p.HV * (p.V / 64));
+    return fit >= 2 && fit > p.N && p.T > 4 * kChunk ? static_cast<int>(fit) : 0;
+}
+
+}  // namespace gdn
+
+bool gdn_chunked_fits(const DeltaParams &p) {
+    if (p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) return false;
+    if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
+    return gdn::tma_fits(p.q, p.B, p.T, p.H) && gdn::tma_fits(p.k, p.B, p.T, p.H) && gdn::tma_fits(p.v, p.B, p.T, p.HV) &&
+           gdn::tma_fits(p.o, p.B, p.T, p.HV);
+}
+
+uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
+    return static_cast<uint64_t>(gdn::slots(p, multiprocessors) * p.HV * 2 * p.K * p.V * 4);
+}
+
+void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
+    using namespace gdn;
+    DeviceGuard guard(p.device);
+    const TensorMaps maps = {tile_map("q", p.q, p.B, p.T, p.H, p.K), tile_map("k", p.k, p.B, p.T, p.H, p.K),
+                             tile_map("v", p.v, p.B, p.T, p.HV, p.V), tile_map("o", p.o, p.B, p.T, p.HV, p.V)};
+    const KernelParams params = {p, slots(p, multiprocessors), reinterpret_cast<float *>(p.workspace.data),
+                                 static_cast<float>(p.scale)};
+    if (params.slots != 0) {
+        launch_pass<Pass::Transition>(params, maps, multiprocessors, false);
+        p.K == 128 ? launch_join<128>(params) : launch_join<64>(params);
+    }
+    launch_pass<Pass::Outputs>(params, maps, multiprocessors, narrow(p, multiprocessors));
+}
+
+}  // namespace linattn::cuda

@@ -1,0 +1,10 @@
+#include "gdn_fwd.cuh"
+
+namespace linattn::cuda::gdn {
+
+template void launch_fwd<Config<__half, 128, 128, false, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 128, true, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 64, false, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 64, true, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
+
+}  // namespace linattn::cuda::gdn

@@ -1,0 +1,12 @@
+#include "gdn_fwd.cuh"
+
+namespace linattn::cuda::gdn {
+
+template void launch_fwd<Config<__nv_bfloat16, 128, 128, false, Pass::Transition>>(const KernelParams &, const TensorMaps &,
+                                                                                   int);
+template void launch_fwd<Config<__nv_bfloat16, 128, 128, true, Pass::Transition>>(const KernelParams &, const TensorMaps &,
+                                                                                  int);
+template void launch_fwd<Config<__half, 128, 128, false, Pass::Transition>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 128, true, Pass::Transition>>(const KernelParams &, const TensorMaps &, int);
+
+}  // namespace linattn::cuda::gdn

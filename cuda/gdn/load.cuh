@@ -1,0 +1,83 @@
+// The load warp of gdn_fwd_kernel: K, Q and V of each chunk by TMA into the rings.
+#pragma once
+#include "items.cuh"
+#include "ptx/tma.cuh"
+
+namespace linattn::cuda::gdn {
+
+// Rows [rows, 64) of a tile: whole lines of 128 bytes in each panel, wherever the swizzle put their parts.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(uint32_t tile, int rows, int lane) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; panel++)
+        for (int at = rows * 128 + lane * 16; at < kChunk * 128; at += 512)
+            ptx::st_shared_v4_u32(tile + panel * Tile::kPanelStrideBytes + at, make_uint4(0, 0, 0, 0));
+}
+
+template <class Tile>
+__device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap *map, uint32_t barrier, int column, int head,
+                                          int token, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; panel++)
+        ptx::cp_async_bulk_tensor_4d_load(tile + panel * Tile::kPanelStrideBytes, map, barrier, column + 64 * panel, head,
+                                          token, batch);
+}
+
+// A short last chunk is followed by the next sequence's rows, which may hold anything: it lands on a barrier of its own, its
+// rows past the end are cleared, and only then the consumers hear of it. Selected away, not multiplied by zero.
+template <class C>
+__device__ __forceinline__ void load(const KernelParams &params, const CUtensorMap *map_q, const CUtensorMap *map_k,
+                                     const CUtensorMap *map_v, Smem<C> &smem, uint32_t items) {
+    using S = Smem<C>;
+    const int lane = threadIdx.x % 32;
+    const uint32_t ratio = static_cast<uint32_t>(params.p.HV) / static_cast<uint32_t>(params.p.H);
+    RingState<kTileStages> tile;
+    RingState<kValueStages> value;
+    uint32_t tail_phase = 0;
+    for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
+        const Item item = make_item<C>(params, smem.segment_tokens, index);
+        const bool has_values = C::kOutputs || item.piece == 0;
+        const int head_qk = item.head / ratio, column = C::kOutputs ? item.piece * C::kColumns : 0;
+        for (int at = 0; at < item.length; at += kChunk) {
+            const bool tail = item.length - at < kChunk;
+            const uint32_t k = ptx::shared_address(smem.k[tile.stage]), v = ptx::shared_address(smem.v[value.stage]);
+            const uint32_t q = C::kOutputs ? ptx::shared_address(smem.q[tile.stage]) : 0;
+            const uint32_t landed = ptx::shared_address(&smem.tail_landed);
+            const uint32_t tile_full = smem.tiles().full(tile.stage), value_full = smem.values().full(value.stage);
+            constexpr uint32_t kTileBytes = S::Tile::kBytes * (C::kOutputs ? 2 : 1);
+            smem.tiles().wait_empty(tile);
+            if (lane == 0) {
+                ptx::mbarrier_arrive_expect_tx(tail ? landed : tile_full, kTileBytes);
+                load_tile<typename S::Tile>(k, map_k, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
+                if constexpr (C::kOutputs)
+                    load_tile<typename S::Tile>(q, map_q, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
+            }
+            smem.values().wait_empty(value);
+            if (lane == 0) {
+                ptx::mbarrier_arrive_expect_tx(tail ? landed : value_full, has_values ? S::Values::kBytes : 0);
+                if (has_values)
+                    load_tile<typename S::Values>(v, map_v, tail ? landed : value_full, column, item.head, item.bos + at,
+                                                  item.batch);
+            }
+            if (tail) {
+                __syncwarp();
+                ptx::mbarrier_wait_parity(landed, tail_phase);
+                tail_phase ^= 1;
+                clear_rows<typename S::Tile>(k, item.length - at, lane);
+                if constexpr (C::kOutputs) clear_rows<typename S::Tile>(q, item.length - at, lane);
+                if (has_values) clear_rows<typename S::Values>(v, item.length - at, lane);
+                ptx::fence_proxy_async_shared_cta();
+                __syncwarp();
+                if (lane == 0) {
+                    ptx::mbarrier_arrive(tile_full);
+                    ptx::mbarrier_arrive(value_full);
+                }
+            }
+            __syncwarp();
+            tile.advance();
+            value.advance();
+        }
+    }
+}
+
+}  // namespace linattn::cuda::gdn

@@ -1,0 +1,104 @@
+// What the roles of gdn_fwd_kernel share: the configuration, shared memory, barriers and the work items. See gdn_fwd.cuh.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/pipeline.cuh"
+#include "common/swizzle.cuh"
+#include "ops.h"
+#include "ptx/cta.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+
+namespace linattn::cuda::gdn {
+
+constexpr int kChunk = 64;  // tokens
+
+// What a launch of gdn_fwd_kernel computes of each segment of a sequence.
+//   Outputs: o, and the state at the end of the sequence.
+//   Transition: the affine map S -> M S + N of the segment, as two items: N starts from zero, M from the identity without v.
+enum class Pass { Outputs, Transition };
+
+// kVCols: columns of V that a CTA owns, one state warpgroup for each 64 of them.
+template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf>
+struct Config {
+    using T = Element;
+    static constexpr int D = kD, kColumns = kVCols;
+    static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf == Pass::Outputs;
+    static constexpr int kStateGroups = kColumns / 64;
+    // With one state warpgroup AUX is what takes longest: two of them take turns.
+    static constexpr int kAuxGroups = kStateGroups == 1 ? 2 : 1;
+    static constexpr int kThreads = 128 * (1 + kStateGroups + kAuxGroups);
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    // Registers: the launch gives every thread 65536 / threads on the SM; the roles share that sum out anew.
+    static constexpr int kLoadRegisters = 24;
+    static constexpr int kStateRegisters = kStateGroups == 2 ? 208 : 240;
+    static constexpr int kAuxRegisters = kStateGroups == 2 ? 72 : 120;
+    static_assert(kLoadRegisters + kStateGroups * kStateRegisters + kAuxGroups * kAuxRegisters <=
+                  kThreads / 128 * kLaunchRegisters);
+    static_assert(D == 64 || D == 128, "K = V = 64 or 128");
+    static_assert(kColumns == 64 || (kColumns == 128 && D == 128), "V is cut into pieces of 64 or 128 columns");
+};
+
+// Row factors of one chunk, in floats from the start of the table. G is the inclusive sum of log2 decays, ref(i) the first token
+// of i's block of 16. Column tables are in the order of an accumulator: tokens 2q, 2q+1, 8+2q, 9+2q of a block lie together.
+namespace table {
+constexpr int kNegBeta = 0;                           // -beta_i, times 1/|k_i| under l2norm
+constexpr int kRowDecay = kNegBeta + 64;              // 2^(G_i - G_ref(i))
+constexpr int kRowDecayScaled = kRowDecay + 64;       // ... times scale (and 1/|q_i|)
+constexpr int kG = kRowDecayScaled + 64;              // G_i
+constexpr int kColumnG = kG + 64;                     // G_j, column order
+constexpr int kColumnBeta = kColumnG + 64;            // beta_j, column order (times 1/|k_j|)
+constexpr int kColumnDecay = kColumnBeta + 64;        // [3][64] 2^(G_16w - G_j), w = 1..3, column order
+constexpr int kBeta = kColumnDecay + 192;             // beta_i
+constexpr int kBetaGamma = kBeta + 64;                // beta_i 2^G_i (times 1/|k_i|)
+constexpr int kRho = kBetaGamma + 64;                 // 2^(G_last - G_i) (times 1/|k_i|)
+constexpr int kScaledGamma = kRho + 64;               // scale 2^G_i (times 1/|q_i|)
+constexpr int kChunkDecay = kScaledGamma + 64;        // 2^G_last, one number
+constexpr int kColumnNormK = kChunkDecay + 4;         // 1/|k_j|, column order; from here on for l2norm only
+constexpr int kColumnDecayNormK = kColumnNormK + 64;  // kColumnDecay times 1/|k_j|
+constexpr int kNormK = kColumnDecayNormK + 192;       // 1/|k_i|
+constexpr int kScaledNormQ = kNormK + 64;             // scale/|q_i|
+constexpr int kFloats = kChunkDecay + 4, kFloatsL2Norm = kScaledNormQ + 64;
+
+// Place of token j in a column table.
+__device__ __forceinline__ int column_order(int j) { return (j & ~15) + 4 * ((j & 7) >> 1) + 2 * ((j & 15) >> 3) + (j & 1); }
+}  // namespace table
+
+// Chunks in flight. Tables run further ahead, because the gate warps wait for global memory.
+constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 4, kProductStages = 2;
+
+// One chunk's scratch for the inverse: 16x16 blocks in fp16, each four 8x8 tiles of 128 bytes (lane address 16 lane).
+struct InverseScratch {
+    uint8_t M[2][9 * 512];  // -L below the diagonal blocks, block (i, j) at 3(i-1) + j; double buffered by chunk
+    uint8_t X[2][4 * 512];  // inverses of the diagonal blocks
+    uint8_t X10[2][512];    // block (1, 0) of the inverse
+};
+
+template <class C>
+struct alignas(1024) Smem {
+    using Tile = SmemTile<kChunk, C::D, ptx::Swizzle::B128>;           // K, Q: tokens x K
+    using Values = SmemTile<kChunk, C::kColumns, ptx::Swizzle::B128>;  // V, then O in its place: tokens x columns
+    using Product = SmemTile<kChunk, kChunk, ptx::Swizzle::B128>;      // A^, P: tokens x tokens
+    uint8_t k[kTileStages][Tile::kBytes];
+    uint8_t q[C::kOutputs ? kTileStages : 0][Tile::kBytes];
+    uint8_t v[kValueStages][Values::kBytes];
+    uint8_t a[kProductStages][Product::kBytes];
+    uint8_t p[C::kOutputs ? kProductStages : 0][Product::kBytes];
+    InverseScratch inverse[C::kAuxGroups];
+    float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
+    int segment_tokens;  // see items.cuh
+    uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
+        product_barriers[2 * kProductStages];
+    uint64_t output_ready[kValueStages];    // O of a chunk lies where its V was
+    uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
+    uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
+
+    __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }     // K and Q
+    __device__ Ring<kValueStages> values() { return {ptx::shared_address(value_barriers)}; }  // V
+    __device__ Ring<kTableStages> tables() { return {ptx::shared_address(table_barriers)}; }
+    __device__ Ring<kProductStages> products() { return {ptx::shared_address(product_barriers)}; }  // A^ and P
+};
+
+}  // namespace linattn::cuda::gdn
