@@ -1,7 +1,7 @@
 // The AUX warpgroup of gdn_fwd_kernel: the 64x64 matrices of a chunk.
 //
 //   L = tril(diag(beta) K K^T, -1);  A = (I + L)^-1                       free of gates
-//   A^_ij = 2^(G_i - G_j) A_ij;  P_ij = scale 2^(G_i - G_j) q_i . k_j,  i >= j
+//   A^_ij = 2^(G_i - G_j) A_ij, i > j;  P_ij = scale 2^(G_i - G_j) q_i . k_j, i >= j
 //
 // In blocks of 16 tokens. Warp w computes block row w of K K^T and Q K^T by wgmma; M = -L below the diagonal goes to shared
 // memory in fp16. Diagonal blocks are inverted in registers in fp32: two 8x8 halves by elimination, two rows at a time with
@@ -33,8 +33,9 @@ constexpr uint32_t kX10Barrier = 1;  // named barriers, one a group: block 10 of
 struct Lane {
     int lane, g, q;
     __device__ __forceinline__ explicit Lane(int l) {
-        asm volatile("" : "+r"(l));
-        lane = l, g = l >> 2, q = l & 3;
+        uint32_t opaque[1] = {static_cast<uint32_t>(l)};
+        ptx::register_fence(opaque);
+        lane = static_cast<int>(opaque[0]), g = lane >> 2, q = lane & 3;
     }
 };
 
@@ -166,7 +167,7 @@ __device__ __forceinline__ void invert_8x8(const Diagonal &n, float (&x)[2], flo
     y[0] = fmaf(ue, s0, y[0]), y[1] = fmaf(ue, s1, y[1]);
 }
 
-// Inverse of diagonal block w: to X for the substitution, with decays to A^.
+// Inverse of diagonal block w: to X for the substitution, with decays and without its diagonal to A^.
 template <class C>
 __device__ __forceinline__ void invert_diagonal(const Diagonal &n, const float (&e)[6], uint32_t X, uint32_t A, int w, int l) {
     const Lane at(l);
@@ -179,9 +180,11 @@ __device__ __forceinline__ void invert_diagonal(const Diagonal &n, const float (
     ptx::mma_m16n8k8<__half>(z, {pack_f16(d[0], d[1]), 0}, upper_b);
     ptx::stmatrix_x4(X + w * 512 + at.lane * 16, {upper, pack_f16(z[0], z[1]), 0, lower});
     using T = typename C::T;
-    ptx::stmatrix_x4(product_block(A, w, w, at.lane),
-                     {ptx::cvt_rn_x2<T>(x[0] * e[0], x[1] * e[1]), ptx::cvt_rn_x2<T>(z[0] * e[2], z[1] * e[3]), 0,
-                      ptx::cvt_rn_x2<T>(y[0] * e[4], y[1] * e[5])});
+    const bool left = at.g > 2 * at.q, right = at.g > 2 * at.q + 1;
+    ptx::stmatrix_x4(
+        product_block(A, w, w, at.lane),
+        {ptx::cvt_rn_x2<T>(left ? x[0] * e[0] : 0.0f, right ? x[1] * e[1] : 0.0f), ptx::cvt_rn_x2<T>(z[0] * e[2], z[1] * e[3]),
+         0, ptx::cvt_rn_x2<T>(left ? y[0] * e[4] : 0.0f, right ? y[1] * e[5] : 0.0f)});
 }
 
 // A 16x16 block in an accumulator, times row factors f0, f1 and column factors c, in T.
@@ -324,7 +327,7 @@ struct Substitution {
 
 // Group `group` has the chunks whose number in the CTA is group mod kAuxGroups.
 template <class C>
-__device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &smem, uint32_t items, int group) {
+__device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &smem, int group) {
     const int w = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);  // opaque
     InverseScratch &scratch = smem.inverse[group];
@@ -332,15 +335,18 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
     RingState<kTileStages> tile;
     RingState<kTableStages> factors;
     RingState<kProductStages> product;
-    uint32_t own = 0;  // parity of the group's count of chunks: buffer of the scratch, and phase of inverse_ready
+    uint32_t parity = 0;  // parity of the group's count of chunks: buffer of the scratch, and phase of inverse_ready
     float d[32];
-    for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
-        int chunks = make_item<C>(params, smem.segment_tokens, index).chunks();
+    ItemReader<C> items{smem};
+    while (true) {
+        const Item &item = items.next();
+        if (!item.exists) break;
+        int chunks = item.chunks();
         for (; chunks > 0; chunks--, tile.advance(), factors.advance(), product.advance()) {
             if (C::kAuxGroups == 2 && product.stage != group) continue;
             const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
             const uint32_t t = ptx::shared_address(smem.table[factors.stage]), tw = t + 64 * w;
-            const uint32_t M = ptx::shared_address(scratch.M[own]), X = ptx::shared_address(scratch.X[own]);
+            const uint32_t M = ptx::shared_address(scratch.M[parity]), X = ptx::shared_address(scratch.X[parity]);
             const uint32_t A = ptx::shared_address(smem.a[product.stage]);
             const uint32_t P = C::kOutputs ? ptx::shared_address(smem.p[product.stage]) : 0;
             smem.tiles().wait_full(tile);
@@ -362,9 +368,9 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 ptx::register_fence(d);
             }
             if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
-            ptx::mbarrier_wait_parity(inverse_ready, own);
+            ptx::mbarrier_wait_parity(inverse_ready, parity);
             const Substitution<C> substitution{
-                t, tw, M + 16 * lane,       X + 16 * lane, ptx::shared_address(scratch.X10[own]) + 16 * lane,
+                t, tw, M + 16 * lane,       X + 16 * lane, ptx::shared_address(scratch.X10[parity]) + 16 * lane,
                 A, P,  kX10Barrier + group, params.scale,  lane};
             for_warp(w, [&](auto warp) { substitution.template run<decltype(warp)::value>(d, e); });
             ptx::fence_proxy_async_shared_cta();
@@ -373,7 +379,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 ptx::mbarrier_arrive(smem.products().full(product.stage));
                 ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
             }
-            own ^= 1;
+            parity ^= 1;
         }
     }
 }

@@ -14,22 +14,41 @@ namespace linattn::cuda::gdn {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLeastLog2Decay = -128.0f;
 
-__device__ __forceinline__ float load_scalar(const Tensor &t, int64_t at) {
-    if (t.dtype == DType::F32) return reinterpret_cast<const float *>(t.data)[at];
-    const uint16_t bits = reinterpret_cast<const uint16_t *>(t.data)[at];
-    return t.dtype == DType::BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
-}
+// One number of a [B,T,HV] tensor of each of two neighbouring tokens of an item, fetched as it lies long before it is used.
+struct TokenPair {
+    uint32_t bits[2];
+
+    __device__ __forceinline__ void fetch(const Tensor &t, const Item &item, int token) {
+        const int64_t at = item.batch * t.stride[0] + (item.bos + token) * t.stride[1] + item.head * t.stride[2];
+        const int left = item.length - token;
+        bits[0] = bits[1] = 0;
+        if (t.dtype == DType::F32) {
+            const uint32_t *from = reinterpret_cast<const uint32_t *>(t.data) + at;
+            if (left > 0) bits[0] = from[0];
+            if (left > 1) bits[1] = from[t.stride[1]];
+        } else {
+            const uint16_t *from = reinterpret_cast<const uint16_t *>(t.data) + at;
+            if (left > 0) bits[0] = from[0];
+            if (left > 1) bits[1] = from[t.stride[1]];
+        }
+    }
+    __device__ __forceinline__ float get(const Tensor &t, int i) const {
+        if (t.dtype == DType::F32) return __uint_as_float(bits[i]);
+        return t.dtype == DType::BF16 ? __uint_as_float(bits[i] << 16)
+                                      : __half2float(__ushort_as_half(static_cast<uint16_t>(bits[i])));
+    }
+};
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // Log2 of the decay from the gate input; amplitude = exp(A_log).
-__device__ __forceinline__ float log2_decay(const DeltaParams &p, float x, float bias, float amplitude) {
+__device__ __forceinline__ float log2_decay(const KernelParams &params, float x, float bias, float amplitude) {
     float log_decay = x;
-    if (p.gate == Gate::Softplus) {
+    if (params.p.gate == Gate::Softplus) {
         x += bias;
         log_decay = -amplitude * (x > 20.0f ? x : log1pf(expf(x)));
-    } else if (p.gate == Gate::Bounded) {
-        log_decay = static_cast<float>(p.lower_bound) * sigmoid(amplitude * (x + bias));
+    } else if (params.p.gate == Gate::Bounded) {
+        log_decay = params.lower_bound * sigmoid(amplitude * (x + bias));
     }
     const float log2 = log_decay * kLog2E;
     return log2 < kLeastLog2Decay ? kLeastLog2Decay : log2;  // NaN stays
@@ -39,10 +58,11 @@ __device__ __forceinline__ float log2_decay(const DeltaParams &p, float x, float
 __device__ __forceinline__ float decay_factor(float x) { return ptx::ex2_approx_ftz(x > 0.0f ? 0.0f : x); }
 
 // 1 / sqrt(sum x^2 + 1e-6) of row `row` of a tile; eight lanes on eight rows that differ mod 8 read without bank conflicts.
+// Four sums, because a dependent addition beside the state warpgroups takes 11 cycles.
 template <class C>
 __device__ __forceinline__ float inverse_norm(uint32_t tile, int row) {
     using Tile = typename Smem<C>::Tile;
-    float sum = 0.0f;
+    float sum[4] = {};
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; panel++)
 #pragma unroll 2
@@ -52,118 +72,131 @@ __device__ __forceinline__ float inverse_norm(uint32_t tile, int row) {
             const uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float lo, hi;
-                if constexpr (ptx::kIsBf16<typename C::T>) {
-                    lo = __uint_as_float(word[i] << 16), hi = __uint_as_float(word[i] & 0xffff0000u);
-                } else {
-                    const float2 pair = __half22float2(*reinterpret_cast<const __half2 *>(&word[i]));
-                    lo = pair.x, hi = pair.y;
-                }
-                sum = fmaf(lo, lo, fmaf(hi, hi, sum));
+                float2 pair;
+                if constexpr (ptx::kIsBf16<typename C::T>)
+                    pair = make_float2(__uint_as_float(word[i] << 16), __uint_as_float(word[i] & 0xffff0000u));
+                else
+                    pair = __half22float2(*reinterpret_cast<const __half2 *>(&word[i]));
+                sum[i] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum[i]));
             }
         }
-    return rsqrtf(sum + 1e-6f);
+    return rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
 }
 
 __device__ __forceinline__ void store2(float *s_table, int offset, int place, float a, float b) {
     *reinterpret_cast<float2 *>(s_table + offset + place) = make_float2(a, b);
 }
 
-// Lane l has tokens 2l and 2l + 1: x, y their log2 decays, bx, by their betas.
+// The factors that take no gates: lane l has tokens 2l and 2l + 1, beta[0] and beta[1].
 template <class C>
-__device__ __forceinline__ void fill_table(float *t, uint32_t k, uint32_t q, float x, float y, float bx, float by,
-                                           float scale) {
-    const int lane = threadIdx.x % 32, token = 2 * lane, column = table::column_order(token);
-    float sum = x + y;
+__device__ __forceinline__ void fill_norms(float *t, uint32_t k, uint32_t q, const float (&beta)[2], float scale) {
+    const int lane = opaque_lane(), token = 2 * lane, column = table::column_order(token);
+    store2(t, table::kBeta, token, beta[0], beta[1]);
+    if constexpr (C::kL2Norm) {
+        const int swap = (lane >> 2) & 1;
+        if constexpr (C::kOutputs) {
+            const float a = scale * inverse_norm<C>(q, token + swap), b = scale * inverse_norm<C>(q, token + 1 - swap);
+            store2(t, table::kScaledNormQ, token, swap ? b : a, swap ? a : b);
+        }
+        const float even = inverse_norm<C>(k, token + swap), odd = inverse_norm<C>(k, token + 1 - swap);
+        const float rk[2] = {swap ? odd : even, swap ? even : odd};
+        store2(t, table::kColumnNormK, column, rk[0], rk[1]);
+        store2(t, table::kNormK, token, rk[0], rk[1]);
+        const float2 b = ptx::ld_shared_v2_f32(ptx::shared_address(t + table::kBeta + token));
+        store2(t, table::kNegBeta, token, -b.x * rk[0], -b.y * rk[1]);
+        store2(t, table::kColumnBeta, column, b.x * rk[0], b.y * rk[1]);
+    } else {
+        store2(t, table::kNegBeta, token, -beta[0], -beta[1]);
+        store2(t, table::kColumnBeta, column, beta[0], beta[1]);
+    }
+}
+
+// The factors with gates; x: the log2 decays of the lane's tokens. Norms and betas come back from the table, which keeps
+// them out of this warp's few registers.
+template <class C>
+__device__ __forceinline__ void fill_decays(float *t, const float (&x)[2], float scale) {
+    const int lane = opaque_lane(), token = 2 * lane, column = table::column_order(token);
+    const uint32_t own = ptx::shared_address(t + token);
+    float sum = x[0] + x[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const float other = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += other;
     }
-    const float before = __shfl_up_sync(~0u, sum, 1), G1 = sum, G0 = (lane == 0 ? 0.0f : before) + x;
-    float rkx = 1.0f, rky = 1.0f, rqx = scale, rqy = scale;
-    if constexpr (C::kL2Norm) {
-        const int swap = (lane >> 2) & 1;
-        float a = inverse_norm<C>(k, token + swap), b = inverse_norm<C>(k, token + 1 - swap);
-        rkx = swap ? b : a, rky = swap ? a : b;
-        if constexpr (C::kOutputs) {
-            a = scale * inverse_norm<C>(q, token + swap), b = scale * inverse_norm<C>(q, token + 1 - swap);
-            rqx = swap ? b : a, rqy = swap ? a : b;
-        }
-        store2(t, table::kColumnNormK, column, rkx, rky);
-        store2(t, table::kNormK, token, rkx, rky);
-        store2(t, table::kScaledNormQ, token, rqx, rqy);
-    }
-    store2(t, table::kNegBeta, token, -bx * rkx, -by * rky);
+    const float before = __shfl_up_sync(~0u, sum, 1), G1 = sum, G0 = (lane == 0 ? 0.0f : before) + x[0];
     store2(t, table::kG, token, G0, G1);
     store2(t, table::kColumnG, column, G0, G1);
-    store2(t, table::kColumnBeta, column, bx * rkx, by * rky);
-    store2(t, table::kBeta, token, bx, by);
-    const float ref = __shfl_sync(~0u, G0, lane & ~7), row0 = decay_factor(G0 - ref), row1 = decay_factor(G1 - ref);
-    store2(t, table::kRowDecay, token, row0, row1);
-    store2(t, table::kRowDecayScaled, token, row0 * rqx, row1 * rqy);
+    float2 rk = {1.0f, 1.0f};
+    if constexpr (C::kL2Norm) rk = ptx::ld_shared_v2_f32(own + 4 * table::kNormK);
 #pragma unroll
     for (int w = 1; w < 4; w++) {
         const float G_ref = __shfl_sync(~0u, G0, 8 * w), c0 = decay_factor(G_ref - G0), c1 = decay_factor(G_ref - G1);
         store2(t, table::kColumnDecay + 64 * (w - 1), column, c0, c1);
-        if constexpr (C::kL2Norm) store2(t, table::kColumnDecayNormK + 64 * (w - 1), column, c0 * rkx, c1 * rky);
+        if constexpr (C::kL2Norm) store2(t, table::kColumnDecayNormK + 64 * (w - 1), column, c0 * rk.x, c1 * rk.y);
     }
-    const float last = __shfl_sync(~0u, G1, 31), gamma0 = decay_factor(G0), gamma1 = decay_factor(G1);
-    store2(t, table::kBetaGamma, token, bx * gamma0 * rkx, by * gamma1 * rky);
-    store2(t, table::kScaledGamma, token, gamma0 * rqx, gamma1 * rqy);
-    store2(t, table::kRho, token, decay_factor(last - G0) * rkx, decay_factor(last - G1) * rky);
+    const float last = __shfl_sync(~0u, G1, 31);
+    store2(t, table::kRho, token, decay_factor(last - G0) * rk.x, decay_factor(last - G1) * rk.y);
+    const float gamma0 = decay_factor(G0), gamma1 = decay_factor(G1);
     if (lane == 31) t[table::kChunkDecay] = gamma1;
+    const float2 beta = ptx::ld_shared_v2_f32(own + 4 * table::kBeta);
+    store2(t, table::kBetaGamma, token, beta.x * gamma0 * rk.x, beta.y * gamma1 * rk.y);
+    float2 rq = {scale, scale};
+    if constexpr (C::kL2Norm && C::kOutputs) rq = ptx::ld_shared_v2_f32(own + 4 * table::kScaledNormQ);
+    store2(t, table::kScaledGamma, token, gamma0 * rq.x, gamma1 * rq.y);
+    const float ref = __shfl_sync(~0u, G0, lane & ~7), row0 = decay_factor(G0 - ref), row1 = decay_factor(G1 - ref);
+    store2(t, table::kRowDecay, token, row0, row1);
+    store2(t, table::kRowDecayScaled, token, row0 * rq.x, row1 * rq.y);
 }
 
 // Two warps take turns: warp `which` has the chunks whose number in the CTA is which mod 2.
 template <class C>
-__device__ __forceinline__ void gates(const KernelParams &params, Smem<C> &smem, uint32_t items, int which) {
+__device__ __forceinline__ void gates(const KernelParams &params, Smem<C> &smem, int which) {
     const DeltaParams &p = params.p;
-    const int lane = threadIdx.x % 32;
-    RingState<kTableStages> state;
-    RingState<kTileStages> tile;
-    for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
-        const Item item = make_item<C>(params, smem.segment_tokens, index);
-        if (item.length == 0) continue;
-        float amplitude = 1.0f, bias = 0.0f;
-        if (p.A_log)
-            amplitude = fminf(expf(load_scalar(p.A_log, item.head * p.A_log.stride[0])), 1e30f);  // inf would make inf x 0
-        if (p.dt_bias) bias = load_scalar(p.dt_bias, item.head * p.dt_bias.stride[0]);
-        for (int at = 0; at < item.length; at += kChunk) {
-            if ((state.stage & 1) == which) {
-                float x[2], beta[2];
+    int first = 0;  // chunks of the items before
+    ItemReader<C> items{smem};
+    while (true) {
+        const Item &item = items.next();
+        if (!item.exists) break;
+        TokenPair g, betas;
+        int at = ((first ^ which) & 1) * kChunk;  // first token of the chunk
+        g.fetch(p.g, item, at + 2 * opaque_lane());
+        betas.fetch(p.beta, item, at + 2 * opaque_lane());
+#pragma unroll 1
+        for (; at < item.length; at += 2 * kChunk) {
+            const int n = first + at / kChunk;
+            const RingState<kTableStages> factors{n % kTableStages, static_cast<uint32_t>(n / kTableStages) & 1};
+            uint32_t k = 0, q = 0;
+            if constexpr (C::kL2Norm) {
+                const RingState<kTileStages> tile{n % kTileStages, static_cast<uint32_t>(n / kTileStages) & 1};
+                smem.tiles().wait_full(tile);
+                k = ptx::shared_address(smem.k[tile.stage]);
+                if constexpr (C::kOutputs) q = ptx::shared_address(smem.q[tile.stage]);
+            }
+            smem.tables().wait_empty(factors);
+            float *t = smem.table[factors.stage];
+            {
+                float beta[2];
+                const int left = item.length - at - 2 * opaque_lane();
 #pragma unroll
                 for (int i = 0; i < 2; i++) {  // past the end: no decay, beta 0
-                    const int token = at + 2 * lane + i;
-                    x[i] = beta[i] = 0.0f;
-                    if (token < item.length) {
-                        x[i] = load_scalar(
-                            p.g, item.batch * p.g.stride[0] + (item.bos + token) * p.g.stride[1] + item.head * p.g.stride[2]);
-                        beta[i] = load_scalar(p.beta, item.batch * p.beta.stride[0] + (item.bos + token) * p.beta.stride[1] +
-                                                          item.head * p.beta.stride[2]);
-                    }
+                    beta[i] = betas.get(p.beta, i);
+                    if (p.beta_form != BetaForm::Weight) beta[i] = left > i ? sigmoid(beta[i]) : 0.0f;
+                    if (p.beta_form == BetaForm::LogitsX2) beta[i] += beta[i];
                 }
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const bool valid = at + 2 * lane + i < item.length;
-                    x[i] = valid ? log2_decay(p, x[i], bias, amplitude) : 0.0f;
-                    if (p.beta_form != BetaForm::Weight)
-                        beta[i] = valid ? (p.beta_form == BetaForm::LogitsX2 ? 2.0f : 1.0f) * sigmoid(beta[i]) : 0.0f;
-                }
-                uint32_t k = 0, q = 0;
-                if constexpr (C::kL2Norm) {
-                    smem.tiles().wait_full(tile);
-                    k = ptx::shared_address(smem.k[tile.stage]);
-                    if constexpr (C::kOutputs) q = ptx::shared_address(smem.q[tile.stage]);
-                }
-                smem.tables().wait_empty(state);
-                fill_table<C>(smem.table[state.stage], k, q, x[0], x[1], beta[0], beta[1], params.scale);
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(smem.tables().full(state.stage));
+                fill_norms<C>(t, k, q, beta, params.scale);
             }
-            state.advance();
-            tile.advance();
+            float x[2];
+            const int token = at + 2 * opaque_lane();
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                x[i] = item.length - token > i ? log2_decay(params, g.get(p.g, i), item.bias, item.amplitude) : 0.0f;
+            g.fetch(p.g, item, token + 2 * kChunk);
+            betas.fetch(p.beta, item, token + 2 * kChunk);
+            fill_decays<C>(t, x, params.scale);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.tables().full(factors.stage));
         }
+        first += item.chunks();
     }
 }
 

@@ -56,6 +56,7 @@ static void launch_join(const KernelParams &params) {
     LaunchConfig config;
     config.grid.x = params.p.N * params.p.HV * (D / kSlice);
     config.block.x = 2 * D;
+    config.smem_bytes = sizeof(JoinSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;
     launch("gdn_join_kernel", gdn_join_kernel<D>, config, params);
@@ -64,11 +65,21 @@ static void launch_join(const KernelParams &params) {
 // Few pairs of sequence and head: 64 columns of V for a CTA, so that each pair runs on two.
 static bool narrow(const DeltaParams &p, int multiprocessors) { return p.N * p.HV * 2 <= multiprocessors; }
 
-// How many segments run at once, or 0 where sequences are not cut: asked not to, or the sequences alone fill the card.
+// How many segments run at once, or 0 where sequences are not cut: asked not to, too few free multiprocessors, or one sequence
+// (whose length is known here) that is too short. Lengths are on the device, which has the last word (choose_segment_tokens).
 static int slots(const DeltaParams &p, int multiprocessors) {
     if (p.splits == 1 || !narrow(p, multiprocessors)) return 0;
-    const int64_t fit = multiprocessors / (p.HV * (p.V / 64));
-    return fit >= 2 && fit > p.N && p.T > 4 * kChunk ? static_cast<int>(fit) : 0;
+    const int64_t fit = multiprocessors / (p.HV * (p.V / 64)), slots = fit < kMaxSlots ? fit : kMaxSlots;
+    if (slots < 3 || slots <= p.N) return 0;
+    const int chunks = static_cast<int>((p.T + kChunk - 1) / kChunk);
+    const int per_sequence = static_cast<int>(p.cu_seqlens ? slots - (p.N - 1) : slots / p.N);
+    const int segment = (chunks + per_sequence - 1) / per_sequence, least = least_segment_chunks(chunks);
+    return cut_pays(segment < least ? least : segment, chunks) ? static_cast<int>(slots) : 0;
+}
+
+// Workspace: the segments' transitions, then the length of a segment.
+static uint64_t segment_bytes(const DeltaParams &p, int slots) {
+    return static_cast<uint64_t>(slots * p.HV * 2 * p.K * p.V * 4);
 }
 
 }  // namespace gdn
@@ -81,7 +92,8 @@ bool gdn_chunked_fits(const DeltaParams &p) {
 }
 
 uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
-    return static_cast<uint64_t>(gdn::slots(p, multiprocessors) * p.HV * 2 * p.K * p.V * 4);
+    const int slots = gdn::slots(p, multiprocessors);
+    return slots == 0 ? 0 : gdn::segment_bytes(p, slots) + 32;  // 16 of them to align it
 }
 
 void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
@@ -89,9 +101,12 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     DeviceGuard guard(p.device);
     const TensorMaps maps = {tile_map("q", p.q, p.B, p.T, p.H, p.K), tile_map("k", p.k, p.B, p.T, p.H, p.K),
                              tile_map("v", p.v, p.B, p.T, p.HV, p.V), tile_map("o", p.o, p.B, p.T, p.HV, p.V)};
-    const KernelParams params = {p, slots(p, multiprocessors), reinterpret_cast<float *>(p.workspace.data),
-                                 static_cast<float>(p.scale)};
+    KernelParams params = {p,       slots(p, multiprocessors),   nullptr,
+                           nullptr, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};
     if (params.slots != 0) {
+        char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 15);
+        params.g_segments = reinterpret_cast<float *>(workspace);
+        params.g_segment_tokens = reinterpret_cast<int *>(workspace + segment_bytes(p, params.slots));
         launch_pass<Pass::Transition>(params, maps, multiprocessors, false);
         p.K == 128 ? launch_join<128>(params) : launch_join<64>(params);
     }

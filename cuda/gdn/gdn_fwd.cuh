@@ -4,11 +4,13 @@
 //
 // Grid: persistent CTAs over items (items.cuh): a sequence or a segment of one, a value head, 64 or 128 columns of V.
 // Block: warpgroup 0: warp 0 loads, warps 1 and 3 compute the gates' factors, warp 2 stores; then the state warpgroups
-// (state.cuh), 64 columns of V each; the last one or two warpgroups are AUX (aux.cuh). All meet at mbarriers only:
+// (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). All meet at mbarriers only:
 //   tiles (K, Q) and values (V): load -> gates under l2norm, AUX, state; tables: gates -> AUX, state; products (A^, P): AUX ->
 //   state; output_ready: state -> store, which gives the values' stage back.
 // Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 210 KB at K = V = 128.
 #pragma once
+#include <cstddef>
+
 #include "aux.cuh"
 #include "common/launch.h"
 #include "gates.cuh"
@@ -19,30 +21,50 @@
 namespace linattn::cuda::gdn {
 
 template <class C>
-__device__ __forceinline__ void init_shared(const KernelParams &params, Smem<C> &smem) {
-    if (threadIdx.x == 0) {
-        constexpr uint32_t kStateWarps = 4 * C::kStateGroups, kAuxWarps = 4;
-        smem.tiles().init(1, kStateWarps + kAuxWarps);
-        smem.values().init(1, C::kOutputs ? 1 : kStateWarps);
-        smem.tables().init(1, kStateWarps + kAuxWarps);
-        smem.products().init(kAuxWarps, kStateWarps);
-        for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
-        ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
-        for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
-        ptx::fence_mbarrier_init();
+__device__ __forceinline__ void init_barriers(Smem<C> &smem) {
+    constexpr uint32_t kStateWarps = 4 * C::kStateGroups, kAuxWarps = 4;
+    smem.item_ring().init(1, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2));
+    smem.tiles().init(1, kStateWarps + kAuxWarps);
+    smem.values().init(1, C::kOutputs ? 1 : kStateWarps);
+    smem.tables().init(1, kStateWarps + kAuxWarps);
+    smem.products().init(kAuxWarps, kStateWarps);
+    for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
+    ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
+    for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
+    ptx::fence_mbarrier_init();
+}
+
+// How the launch's work is cut, and the order of the sequences.
+template <class C>
+__device__ __forceinline__ void plan(const KernelParams &params, Smem<C> &smem) {
+    const DeltaParams &p = params.p;
+    if (threadIdx.x / 32 == 0) {
+        int segment_tokens = kUncut;
+        if constexpr (C::kOutputs) {
+            if (params.slots != 0) segment_tokens = *params.g_segment_tokens;
+        } else {
+            segment_tokens = choose_segment_tokens(params);
+            if (blockIdx.x == 0 && threadIdx.x == 0) *params.g_segment_tokens = segment_tokens;
+        }
+        const uint32_t segments = segment_tokens == kUncut ? static_cast<uint32_t>(p.N) : params.slots;
+        if (threadIdx.x == 0) {
+            smem.segment_tokens = segment_tokens;
+            smem.items = C::kOutputs || segment_tokens != kUncut ? segments * static_cast<uint32_t>(p.HV) * kPieces<C> : 0;
+        }
     }
-    ptx::griddepcontrol_wait();  // what the kernels before left in the workspace
-    ptx::griddepcontrol_launch_dependents();
-    if (threadIdx.x / 32 == 1) {
-        const int segment_tokens = choose_segment_tokens(params);
-        if (threadIdx.x % 32 == 0) smem.segment_tokens = segment_tokens;
-    }
-    // Blocks above the diagonal of A^ and P stay zero for good.
-    constexpr int kBytes = sizeof(smem.a) + sizeof(smem.p);
-    for (int i = threadIdx.x * 16; i < kBytes; i += C::kThreads * 16)
-        ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
-    ptx::fence_proxy_async_shared_cta();
     __syncthreads();
+    if (!in_order<C>(params, smem)) return;
+    const int N = static_cast<int>(p.N);
+    for (int n = threadIdx.x; n < N; n += C::kThreads) {
+        int bos;
+        sequence_range(p, n, bos, smem.lengths[n]);
+    }
+    __syncthreads();
+    for (int n = threadIdx.x; n < N; n += C::kThreads) {
+        int rank = 0;
+        for (int m = 0; m < N; m++) rank += smem.lengths[m] > smem.lengths[n] || (smem.lengths[m] == smem.lengths[n] && m < n);
+        smem.order[rank] = static_cast<uint16_t>(n);
+    }
 }
 
 template <class C>
@@ -52,29 +74,36 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                    const __grid_constant__ CUtensorMap map_o) {
     extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
-    init_shared<C>(params, smem);
-    const uint32_t segments = smem.segment_tokens == kUncut ? static_cast<uint32_t>(params.p.N) : params.slots;
-    const uint32_t items =
-        C::kOutputs || smem.segment_tokens != kUncut ? segments * static_cast<uint32_t>(params.p.HV) * kPieces<C> : 0;
+    ptx::griddepcontrol_wait();  // what the kernels before left in the workspace
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x == 128) init_barriers<C>(smem);
+    // Blocks above the diagonal of A^ and P stay zero for good.
+    constexpr int kProductBytes = sizeof(smem.a) + sizeof(smem.p);
+    static_assert(offsetof(Smem<C>, p) == offsetof(Smem<C>, a) + sizeof(smem.a), "A^ and P are cleared as one");
+    for (int i = threadIdx.x * 16; i < kProductBytes; i += C::kThreads * 16)
+        ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
+    ptx::fence_proxy_async_shared_cta();
+    plan<C>(params, smem);
+    __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         ptx::setmaxnreg_dec<C::kLoadRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == 0)
-            load<C>(params, &map_q, &map_k, &map_v, smem, items);
+            load<C>(params, &map_q, &map_k, &map_v, smem);
         else if (warp == 2) {
-            if constexpr (C::kOutputs) store_outputs<C>(params, &map_o, smem, items);
+            if constexpr (C::kOutputs) store_outputs<C>(params, &map_o, smem);
         } else
-            gates<C>(params, smem, items, warp / 2);
+            gates<C>(params, smem, warp / 2);
     } else if (group <= C::kStateGroups) {
         ptx::setmaxnreg_inc<C::kStateRegisters>();
-        state<C>(params, smem, items, group - 1);
+        state<C>(params, smem, group - 1);
     } else {
         if constexpr (C::kAuxRegisters > C::kLaunchRegisters)
             ptx::setmaxnreg_inc<C::kAuxRegisters>();
         else
             ptx::setmaxnreg_dec<C::kAuxRegisters>();
-        auxiliary<C>(params, smem, items, C::kAuxGroups == 1 ? 0 : group - 1 - C::kStateGroups);
+        auxiliary<C>(params, smem, group - 1 - C::kStateGroups);
     }
 }
 

@@ -2,8 +2,10 @@
 //
 //   S_1 = N_0 (which started from the initial state);  S_{s+1} = M_s S_s + N_s
 //
-// in fp32, and leaves S_s, the state before segment s, where N_s was. Grid: sequences x value heads x slices of 8 columns of V.
-// Thread (i, half) has row i of 4 columns; S_s lies in shared memory, M_s is read once per slice, in order of i.
+// in fp32, and leaves S_s, the state before segment s, where N_s was. Grid: sequences x value heads x slices of 8 columns of V,
+// which do not depend on each other. Thread (i, half) has row i of 4 columns. Bulk copies bring each M to shared memory two
+// segments ahead, so that a hop costs its products alone (D rows x D x 8 columns), not the way to L2.
+// Shared memory: 2 M of 64 KB, 2 slices of 4 KB at D = 128.
 #pragma once
 #include "state.cuh"
 
@@ -12,17 +14,25 @@ namespace linattn::cuda::gdn {
 constexpr int kSlice = 8;
 
 template <int D>
+struct JoinSmem {
+    float transition[2][D][D];  // M[i][j] at [j][i]
+    float4 state[2][D][2];      // S_s[j][columns]
+    uint64_t landed[2];
+};
+
+template <int D>
 __global__ void __launch_bounds__(2 * D) gdn_join_kernel(const __grid_constant__ KernelParams params) {
-    __shared__ float4 s_state[2][D][2];
+    extern __shared__ __align__(1024) char smem_bytes[];
+    JoinSmem<D> &smem = *reinterpret_cast<JoinSmem<D> *>(smem_bytes);
     const DeltaParams &p = params.p;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
-    const int segment_tokens = choose_segment_tokens(params);
+    const int segment_tokens = *params.g_segment_tokens;
     if (segment_tokens == kUncut) return;
-    const int i = threadIdx.x % D, half = threadIdx.x / D;
     const int slice = blockIdx.x % (D / kSlice), pair = blockIdx.x / (D / kSlice);
     const int head = pair % static_cast<int>(p.HV), sequence = pair / static_cast<int>(p.HV);
-    if (read_row(p, sequence) < 0) return;
+    const int from = read_row(p, sequence);
+    if (from < 0) return;
     int before = 0, bos, length;
     for (int n = 0; n < sequence; n++) {
         sequence_range(p, n, bos, length);
@@ -32,43 +42,63 @@ __global__ void __launch_bounds__(2 * D) gdn_join_kernel(const __grid_constant__
     const int segments = segments_of(length, segment_tokens);
     if (segments == 1) return;
 
-    const int v = slice * kSlice + 4 * half;
+    const int i = threadIdx.x % D, half = threadIdx.x / D, v = slice * kSlice + 4 * half;
     const int64_t step = p.HV * (2 * D * D);
-    float *g_state = params.g_segments + before * step + head * (2 * D * D) + v * D + i;             // column c at + c D
-    const float *g_transition = params.g_segments + before * step + head * (2 * D * D) + D * D + i;  // M[i][j] at + j D
+    float *g_first = params.g_segments + before * step + head * (2 * D * D);
+    const auto landed = [&](int s) { return ptx::shared_address(&smem.landed[s % 2]); };
+    const auto fetch = [&](int s) {  // M_s, s = 1 .. segments - 2
+        if (s > segments - 2) return;
+        ptx::mbarrier_arrive_expect_tx(landed(s), sizeof(smem.transition[0]));
+        ptx::cp_async_bulk_load(ptx::shared_address(smem.transition[s % 2]), g_first + s * step + D * D,
+                                sizeof(smem.transition[0]), landed(s));
+    };
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(landed(0), 1);
+        ptx::mbarrier_init(landed(1), 1);
+        ptx::fence_mbarrier_init();
+        ptx::fence_proxy_async_global();  // the transitions were stored by ordinary stores
+        fetch(1);
+        fetch(2);
+    }
     float carry[4] = {};
     if (p.state_in) {
         const Tensor &t = p.state_in;
-        const int64_t at = read_row(p, sequence) * t.stride[0] + head * t.stride[1] + i * t.stride[2] + v * t.stride[3];
+        const int64_t at = from * t.stride[0] + head * t.stride[1] + i * t.stride[2] + v * t.stride[3];
+#pragma unroll
         for (int c = 0; c < 4; c++)
             carry[c] = t.dtype == DType::F32
                            ? reinterpret_cast<const float *>(t.data)[at + c * t.stride[3]]
                            : __bfloat162float(reinterpret_cast<const __nv_bfloat16 *>(t.data)[at + c * t.stride[3]]);
     }
-    for (int s = 0; s < segments; s++) {
-        float next[4];
+    float *g_state = g_first + v * D + i, next[4];  // column c at c D
+#pragma unroll
+    for (int c = 0; c < 4; c++) next[c] = g_state[c * D];
+    __syncthreads();  // the barriers are there
+    for (int s = 0; s < segments; s++, g_state += step) {
+        float sum[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            if (s + 1 < segments) next[c] = g_state[c * D];
+            sum[c] = next[c];
             g_state[c * D] = carry[c];
+            if (s + 2 < segments) next[c] = g_state[step + c * D];  // N_{s+1}
         }
         if (s + 1 == segments) break;
         if (s > 0) {
-            float4(&state)[D][2] = s_state[s % 2];
-            state[i][half] = make_float4(carry[0], carry[1], carry[2], carry[3]);
+            smem.state[s % 2][i][half] = make_float4(carry[0], carry[1], carry[2], carry[3]);
             __syncthreads();
+            ptx::mbarrier_wait_parity(landed(s), (s - 1) / 2 & 1);
 #pragma unroll 16
             for (int j = 0; j < D; j++) {
-                const float m = g_transition[j * D];
-                const float4 x = state[j][half];
-                next[0] = fmaf(m, x.x, next[0]), next[1] = fmaf(m, x.y, next[1]);
-                next[2] = fmaf(m, x.z, next[2]), next[3] = fmaf(m, x.w, next[3]);
+                const float m = smem.transition[s % 2][j][i];
+                const float4 x = smem.state[s % 2][j][half];
+                sum[0] = fmaf(m, x.x, sum[0]), sum[1] = fmaf(m, x.y, sum[1]);
+                sum[2] = fmaf(m, x.z, sum[2]), sum[3] = fmaf(m, x.w, sum[3]);
             }
+            __syncthreads();  // M_s is used up
+            if (threadIdx.x == 0) fetch(s + 2);
         }
 #pragma unroll
-        for (int c = 0; c < 4; c++) carry[c] = next[c];
-        g_state += step;
-        g_transition += step;
+        for (int c = 0; c < 4; c++) carry[c] = sum[c];
     }
 }
 

@@ -7,9 +7,10 @@ namespace linattn::cuda::gdn {
 
 struct KernelParams {
     DeltaParams p;
-    int slots;          // segments of all sequences together that run at once, N at least; 0: sequences are never cut
-    float *g_segments;  // [slots][HV][2][D][D], V-first: N, then the state before the segment; M
-    float scale;
+    int slots;                 // segments of all sequences together that run at once, N at least; 0: sequences are never cut
+    float *g_segments;         // [slots][HV][2][D][D], V-first: N, then the state before the segment; M
+    int *g_segment_tokens;     // what the Transition pass chose
+    float scale, lower_bound;  // of p, in float
 };
 
 struct TensorMaps {
@@ -20,19 +21,16 @@ struct TensorMaps {
 template <class C>
 void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multiprocessors);
 
-struct Item {
-    int sequence, head, batch, segment;
-    int bos, length;   // first token, in the row of B, and tokens
-    int piece;         // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M
-    bool first, last;  // segment of its sequence; both: the sequence is whole
-    bool exists;
-    __device__ __forceinline__ int chunks() const { return (length + kChunk - 1) / kChunk; }
-};
-
 __device__ __forceinline__ int load_index(const Tensor &t, int64_t at) {
     const int64_t value =
         t.dtype == DType::I32 ? reinterpret_cast<const int32_t *>(t.data)[at] : reinterpret_cast<const int64_t *>(t.data)[at];
     return value < -1 ? -1 : value > INT32_MAX ? INT32_MAX : static_cast<int>(value);
+}
+
+__device__ __forceinline__ float load_scalar(const Tensor &t, int64_t at) {
+    if (t.dtype == DType::F32) return reinterpret_cast<const float *>(t.data)[at];
+    const uint16_t bits = reinterpret_cast<const uint16_t *>(t.data)[at];
+    return t.dtype == DType::BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
 // Bound n of cu_seqlens, clamped to [0,T].
@@ -65,43 +63,50 @@ __device__ __forceinline__ int segments_of(int length, int segment_tokens) {
     return length <= segment_tokens ? 1 : (length - 1) / segment_tokens + 1;
 }
 
-// Sum over all sequences of their segments, and the longest one's tokens. By a converged warp.
-__device__ __forceinline__ int count_segments(const DeltaParams &p, int segment_tokens, int &longest) {
-    int count = 0;
-    longest = 0;
-    for (int n = threadIdx.x % 32; n < static_cast<int>(p.N); n += 32) {
-        int bos, length;
-        sequence_range(p, n, bos, length);
-        count += segments_of(length, segment_tokens);
-        longest = length > longest ? length : longest;
-    }
-    longest = __reduce_max_sync(~0u, longest);
-    return __reduce_add_sync(~0u, count);
+// Tokens of a segment: few enough for all segments to run at once, but not so few that the hops of the states from segment to
+// segment take longest; kUncut where a cut does not pay. The transitions of a segment take about as long as its outputs, a hop
+// nearly as long as a chunk, the launches and the first tiles kLaunchChunks chunks' time; segments of L chunks out of c cost
+// 2 L + c / L, least at L^2 = c / 2.
+constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 6, kMaxSlots = 96;
+
+constexpr __host__ __device__ __forceinline__ int least_segment_chunks(int longest_chunks) {
+    int least = 1;
+    while (2 * least * least < longest_chunks) least++;
+    return least;
 }
 
-// Tokens of a segment, the same in every CTA and kernel of a call: the least multiple of 64 with which all segments run at once,
-// or everything where that does not pay. A cut costs the transitions, about 1.3 times a segment's own time, and the hops of the
-// states from segment to segment, about the time of kHopChunks chunks in all.
-constexpr int kUncut = INT32_MAX - 63;
-constexpr int kHopChunks = 12;
+constexpr __host__ __device__ __forceinline__ bool cut_pays(int segment_chunks, int longest_chunks) {
+    return 2 * segment_chunks + (longest_chunks - 1) / segment_chunks + kLaunchChunks < longest_chunks;
+}
+
+// By a converged warp, for at most kMaxSlots sequences.
 __device__ __forceinline__ int choose_segment_tokens(const KernelParams &params) {
-    if (params.slots == 0) return kUncut;
-    int longest, unused;
-    count_segments(params.p, kUncut, longest);
-    int least = 1, most = (longest + kChunk - 1) / kChunk;  // chunks; `most` leaves N segments, which is few enough
-    const int chunks = most;
+    int chunks[kMaxSlots / 32], longest = 1;
+#pragma unroll
+    for (int i = 0; i < kMaxSlots / 32; i++) {
+        const int n = 32 * i + threadIdx.x % 32;
+        int bos, length = 0;
+        if (n < static_cast<int>(params.p.N)) sequence_range(params.p, n, bos, length);
+        chunks[i] = n < static_cast<int>(params.p.N) ? (length > kChunk ? (length - 1) / kChunk + 1 : 1) : 0;
+        longest = chunks[i] > longest ? chunks[i] : longest;
+    }
+    longest = __reduce_max_sync(~0u, longest);
+    int least = least_segment_chunks(longest), most = longest;  // `most` leaves N segments, which is few enough
     while (least < most) {
         const int middle = (least + most) / 2;
-        if (count_segments(params.p, middle * kChunk, unused) <= params.slots)
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kMaxSlots / 32; i++) count += (chunks[i] + middle - 1) / middle;
+        if (__reduce_add_sync(~0u, count) <= params.slots)
             most = middle;
         else
             least = middle + 1;
     }
-    return 2.3f * most + kHopChunks < chunks ? most * kChunk : kUncut;
+    return cut_pays(most, longest) ? most * kChunk : kUncut;
 }
 
-// Sequence and place in it of segment `index`, in the order of the sequences; sequence = N past the end. By a converged warp; the
-// same in every lane.
+// Sequence and place in it of segment `index`, in the order of the sequences; sequence = N past the end. By a converged warp;
+// the same in every lane.
 __device__ __forceinline__ void find_segment(const DeltaParams &p, int segment_tokens, int index, int &sequence, int &within) {
     sequence = index;
     within = 0;
@@ -136,31 +141,67 @@ __device__ __forceinline__ void find_segment(const DeltaParams &p, int segment_t
 template <class C>
 constexpr int kPieces = C::kOutputs ? C::D / C::kColumns : 2;
 
+// Are the sequences taken in the order of their lengths? Only where there are more items than CTAs and not too many sequences.
 template <class C>
-__device__ __forceinline__ Item make_item(const KernelParams &params, int segment_tokens, uint32_t index) {
+__device__ __forceinline__ bool in_order(const KernelParams &params, const Smem<C> &smem) {
+    return params.p.cu_seqlens && params.p.N <= kMaxSorted && smem.items > gridDim.x;
+}
+
+// The item of a CTA in a round over the grid, into shared memory, by all lanes of a warp alike. Items come with the longest
+// sequences first, and every second round runs backwards, so that who had a long one gets a short one next.
+template <class C>
+__device__ __forceinline__ void find_item(const KernelParams &params, const Smem<C> &smem, uint32_t round, Item &item) {
     const DeltaParams &p = params.p;
-    Item item;
+    const uint32_t index = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    item.exists = false;
+    if (index >= smem.items) return;
     item.piece = index % kPieces<C>;
     const uint32_t HV = static_cast<uint32_t>(p.HV), pair = index / kPieces<C>;
     item.head = pair % HV;
+    item.head_qk = item.head / (HV / static_cast<uint32_t>(p.H));
     item.segment = pair / HV;
-    int within;
-    find_segment(p, segment_tokens, item.segment, item.sequence, within);
-    item.exists = item.sequence < p.N;
-    item.length = 0;
-    item.first = within == 0;
-    if (!item.exists) return item;
-    sequence_range(p, item.sequence, item.bos, item.length);
-    item.batch = p.cu_seqlens ? 0 : item.sequence;
-    item.bos += within * segment_tokens;
-    item.length -= within * segment_tokens;
-    item.last = item.length <= segment_tokens;
-    item.length = item.last ? item.length : segment_tokens;
+    const int segment_tokens = smem.segment_tokens;
+    int sequence, within, bos, length;
+    find_segment(p, segment_tokens, item.segment, sequence, within);
+    if (sequence >= p.N) return;
+    if (in_order<C>(params, smem)) sequence = smem.order[sequence];
+    sequence_range(p, sequence, bos, length);
+    length -= within * segment_tokens;
+    const bool first = within == 0, last = length <= segment_tokens;
+    const int row = read_row(p, sequence);
     // A padding sequence computes nothing. Nobody needs the transition of a last segment, nor M of a first one, whose N starts
     // from the initial state.
-    if (read_row(p, item.sequence) < 0) item.length = 0;
-    if (!C::kOutputs && (item.last || (item.first && item.piece == 1))) item.length = 0;
-    return item;
+    const bool unneeded = row < 0 || (!C::kOutputs && (last || (first && item.piece == 1)));
+    item.sequence = sequence;
+    item.batch = p.cu_seqlens ? 0 : sequence;
+    item.bos = bos + within * segment_tokens;
+    item.cleared = row < 0 && first ? length : 0;
+    item.length = unneeded ? 0 : last ? length : segment_tokens;
+    item.read_row = row;
+    item.first = first;
+    item.last = last;
+    item.amplitude =
+        p.A_log ? fminf(expf(load_scalar(p.A_log, item.head * p.A_log.stride[0])), 1e30f) : 1.0f;  // inf would make inf x 0
+    item.bias = p.dt_bias ? load_scalar(p.dt_bias, item.head * p.dt_bias.stride[0]) : 0.0f;
+    item.exists = true;
 }
+
+// The items of this CTA, for the roles that do not look for them. An item stays where it is until the next one is asked for, so
+// that its numbers need not be kept in registers.
+template <class C>
+struct ItemReader {
+    Smem<C> &smem;
+    int number = -1;  // of the item held
+
+    // By a converged warp. The item after the last one does not exist.
+    __device__ __forceinline__ const Item &next() {
+        __syncwarp();
+        if (number >= 0 && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.item_ring().empty(number % kItemStages));
+        number++;
+        const RingState<kItemStages> slot{number % kItemStages, static_cast<uint32_t>(number / kItemStages) & 1};
+        smem.item_ring().wait_full(slot);
+        return smem.item[slot.stage];
+    }
+};
 
 }  // namespace linattn::cuda::gdn

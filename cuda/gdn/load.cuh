@@ -1,4 +1,4 @@
-// The load warp of gdn_fwd_kernel: K, Q and V of each chunk by TMA into the rings.
+// The load warp of gdn_fwd_kernel: finds the CTA's items, and brings K, Q and V of each chunk by TMA into the rings.
 #pragma once
 #include "items.cuh"
 #include "ptx/tma.cuh"
@@ -10,6 +10,7 @@ template <class Tile>
 __device__ __forceinline__ void clear_rows(uint32_t tile, int rows, int lane) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; panel++)
+#pragma unroll 1
         for (int at = rows * 128 + lane * 16; at < kChunk * 128; at += 512)
             ptx::st_shared_v4_u32(tile + panel * Tile::kPanelStrideBytes + at, make_uint4(0, 0, 0, 0));
 }
@@ -27,32 +28,38 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap *map,
 // rows past the end are cleared, and only then the consumers hear of it. Selected away, not multiplied by zero.
 template <class C>
 __device__ __forceinline__ void load(const KernelParams &params, const CUtensorMap *map_q, const CUtensorMap *map_k,
-                                     const CUtensorMap *map_v, Smem<C> &smem, uint32_t items) {
+                                     const CUtensorMap *map_v, Smem<C> &smem) {
     using S = Smem<C>;
-    const int lane = threadIdx.x % 32;
-    const uint32_t ratio = static_cast<uint32_t>(params.p.HV) / static_cast<uint32_t>(params.p.H);
-    RingState<kTileStages> tile;
-    RingState<kValueStages> value;
+    static_assert(kTileStages == kValueStages, "tiles and values are filled in step");
+    RingState<kTileStages> place;
+    RingState<kItemStages> slot;
     uint32_t tail_phase = 0;
-    for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
-        const Item item = make_item<C>(params, smem.segment_tokens, index);
+    for (uint32_t round = 0; round * gridDim.x < smem.items; round++) {
+        smem.item_ring().wait_empty(slot);
+        Item &item = smem.item[slot.stage];
+        find_item<C>(params, smem, round, item);
+        __syncwarp();
+        if (!item.exists) continue;
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.item_ring().full(slot.stage));
+        slot.advance();
         const bool has_values = C::kOutputs || item.piece == 0;
-        const int head_qk = item.head / ratio, column = C::kOutputs ? item.piece * C::kColumns : 0;
+        const int lane = opaque_lane(), head_qk = item.head_qk, column = C::kOutputs ? item.piece * C::kColumns : 0;
+#pragma unroll 1
         for (int at = 0; at < item.length; at += kChunk) {
             const bool tail = item.length - at < kChunk;
-            const uint32_t k = ptx::shared_address(smem.k[tile.stage]), v = ptx::shared_address(smem.v[value.stage]);
-            const uint32_t q = C::kOutputs ? ptx::shared_address(smem.q[tile.stage]) : 0;
+            const uint32_t k = ptx::shared_address(smem.k[place.stage]), v = ptx::shared_address(smem.v[place.stage]);
+            const uint32_t q = C::kOutputs ? ptx::shared_address(smem.q[place.stage]) : 0;
             const uint32_t landed = ptx::shared_address(&smem.tail_landed);
-            const uint32_t tile_full = smem.tiles().full(tile.stage), value_full = smem.values().full(value.stage);
+            const uint32_t tile_full = smem.tiles().full(place.stage), value_full = smem.values().full(place.stage);
             constexpr uint32_t kTileBytes = S::Tile::kBytes * (C::kOutputs ? 2 : 1);
-            smem.tiles().wait_empty(tile);
+            smem.tiles().wait_empty(place);
             if (lane == 0) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : tile_full, kTileBytes);
                 load_tile<typename S::Tile>(k, map_k, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
                 if constexpr (C::kOutputs)
                     load_tile<typename S::Tile>(q, map_q, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
             }
-            smem.values().wait_empty(value);
+            smem.values().wait_empty(place);
             if (lane == 0) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : value_full, has_values ? S::Values::kBytes : 0);
                 if (has_values)
@@ -74,9 +81,13 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
                 }
             }
             __syncwarp();
-            tile.advance();
-            value.advance();
+            place.advance();
         }
+    }
+    smem.item_ring().wait_empty(slot);
+    if (threadIdx.x % 32 == 0) {
+        smem.item[slot.stage].exists = false;
+        ptx::mbarrier_arrive(smem.item_ring().full(slot.stage));
     }
 }
 

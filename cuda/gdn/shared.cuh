@@ -15,6 +15,14 @@ namespace linattn::cuda::gdn {
 
 constexpr int kChunk = 64;  // tokens
 
+// The lane's number, as the compiler cannot know it: what is derived from it is computed again where it is used, instead of
+// occupying registers from one phase or chunk to the next.
+__device__ __forceinline__ int opaque_lane() {
+    uint32_t lane[1] = {threadIdx.x % 32};
+    ptx::register_fence(lane);
+    return static_cast<int>(lane[0]);
+}
+
 // What a launch of gdn_fwd_kernel computes of each segment of a sequence.
 //   Outputs: o, and the state at the end of the sequence.
 //   Transition: the affine map S -> M S + N of the segment, as two items: N starts from zero, M from the identity without v.
@@ -32,7 +40,7 @@ struct Config {
     static constexpr int kThreads = 128 * (1 + kStateGroups + kAuxGroups);
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     // Registers: the launch gives every thread 65536 / threads on the SM; the roles share that sum out anew.
-    static constexpr int kLoadRegisters = 24;
+    static constexpr int kLoadRegisters = kStateGroups == 2 ? 24 : 32;
     static constexpr int kStateRegisters = kStateGroups == 2 ? 208 : 240;
     static constexpr int kAuxRegisters = kStateGroups == 2 ? 72 : 120;
     static_assert(kLoadRegisters + kStateGroups * kStateRegisters + kAuxGroups * kAuxRegisters <=
@@ -41,8 +49,8 @@ struct Config {
     static_assert(kColumns == 64 || (kColumns == 128 && D == 128), "V is cut into pieces of 64 or 128 columns");
 };
 
-// Row factors of one chunk, in floats from the start of the table. G is the inclusive sum of log2 decays, ref(i) the first token
-// of i's block of 16. Column tables are in the order of an accumulator: tokens 2q, 2q+1, 8+2q, 9+2q of a block lie together.
+// Row factors of one chunk, in floats from the start of the table. G is the inclusive sum of log2 decays, ref(i) the first
+// token of i's block of 16. Column tables are in the order of an accumulator: tokens 2q, 2q+1, 8+2q, 9+2q of a block lie together.
 namespace table {
 constexpr int kNegBeta = 0;                           // -beta_i, times 1/|k_i| under l2norm
 constexpr int kRowDecay = kNegBeta + 64;              // 2^(G_i - G_ref(i))
@@ -67,13 +75,29 @@ __device__ __forceinline__ int column_order(int j) { return (j & ~15) + 4 * ((j 
 }  // namespace table
 
 // Chunks in flight. Tables run further ahead, because the gate warps wait for global memory.
-constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 4, kProductStages = 2;
+constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 4, kProductStages = 2, kItemStages = 4;
+
+// Up to so many sequences are taken in the order of their lengths.
+constexpr int kMaxSorted = 256;
 
 // One chunk's scratch for the inverse: 16x16 blocks in fp16, each four 8x8 tiles of 128 bytes (lane address 16 lane).
 struct InverseScratch {
     uint8_t M[2][9 * 512];  // -L below the diagonal blocks, block (i, j) at 3(i-1) + j; double buffered by chunk
     uint8_t X[2][4 * 512];  // inverses of the diagonal blocks
     uint8_t X10[2][512];    // block (1, 0) of the inverse
+};
+
+// One piece of work, found by the load warp (items.cuh) and read by the other roles.
+struct Item {
+    int sequence, head, head_qk, batch, segment;
+    int bos, length;        // first token, in the row of B, and tokens
+    int cleared;            // rows of o from bos on that are zero: the tokens of a padding sequence
+    int piece;              // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M
+    int read_row;           // of the states; -1: padding, of length 0
+    float amplitude, bias;  // of the gate
+    bool first, last;       // segment of its sequence; both: the sequence is whole
+    bool exists;            // false: there are no more
+    __device__ __forceinline__ int chunks() const { return (length + kChunk - 1) / kChunk; }
 };
 
 template <class C>
@@ -88,13 +112,18 @@ struct alignas(1024) Smem {
     uint8_t p[C::kOutputs ? kProductStages : 0][Product::kBytes];
     InverseScratch inverse[C::kAuxGroups];
     float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
-    int segment_tokens;  // see items.cuh
+    Item item[kItemStages];
+    uint32_t items;  // of the launch, see items.cuh
+    int segment_tokens;
+    int lengths[kMaxSorted];     // of the sequences, to order them by
+    uint16_t order[kMaxSorted];  // the sequences, the longest first
     uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
-        product_barriers[2 * kProductStages];
+        product_barriers[2 * kProductStages], item_barriers[2 * kItemStages];
     uint64_t output_ready[kValueStages];    // O of a chunk lies where its V was
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
 
+    __device__ Ring<kItemStages> item_ring() { return {ptx::shared_address(item_barriers)}; }
     __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }     // K and Q
     __device__ Ring<kValueStages> values() { return {ptx::shared_address(value_barriers)}; }  // V
     __device__ Ring<kTableStages> tables() { return {ptx::shared_address(table_barriers)}; }

@@ -1,9 +1,11 @@
 // A state warpgroup of gdn_fwd_kernel: 64 columns of V, S^T (64 x K) in fp32 accumulators.
 //
-//   U = beta (V - Gamma K S);  V' = A^ U;  O = scale Gamma Q S + P V';  S = gamma_C S + K^T D V'
+//   U = beta (V - Gamma K S);  V' = U + A^ U;  O = scale Gamma Q S + P V';  S = gamma_C S + K^T D V'
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
-// S, U and V' never cross shared memory. Groups in issue order, per chunk:
+// S, U and V' never cross shared memory. A^ is strictly lower: its unit diagonal is the U that the accumulator of A^ U starts
+// from, in fp32, so that the largest part of V' is rounded once, as the operand of P V' and K^T V''.
+// Groups in issue order, per chunk:
 //   pack S -> [K S] -> [Q S]; V fragments; wait 1; U -> [A^ U]; S *= gamma_C; wait 1; O *= scale gamma; wait 0; V' -> [P V'];
 //   V'' = rho V' -> [K^T V'']; wait 1; O to shared memory where V was; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
@@ -172,19 +174,21 @@ struct StateLoop {
         ptx::register_fence(x);
         uint32_t fu[4][4];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {  // beta here and not in A^, whose diagonal is 1 then and takes no rounding
+        for (int j = 0; j < 8; j++) {
             const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kBeta + j * 32);
             const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kBetaGamma + j * 32);
-            const float2 v0 = unpack(T(), fv[j / 2][2 * (j % 2)]), v1 = unpack(T(), fv[j / 2][2 * (j % 2) + 1]);
-            fu[j / 2][2 * (j % 2)] =
-                ptx::cvt_rn_x2<T>(fmaf(-gamma.x, x[4 * j], beta.x * v0.x), fmaf(-gamma.y, x[4 * j + 1], beta.y * v0.y));
-            fu[j / 2][2 * (j % 2) + 1] =
-                ptx::cvt_rn_x2<T>(fmaf(-gamma.x, x[4 * j + 2], beta.x * v1.x), fmaf(-gamma.y, x[4 * j + 3], beta.y * v1.y));
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float2 value = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], beta.x * value.x);
+                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], beta.y * value.y);
+            }
         }
+        pack<T>(fu, x);
         smem.products().wait_full(product);
         ptx::register_fence(x), register_fence(fu);
         issue<T, ptx::Major::K, typename S::Product>(
-            x, fu, S::Product::k_major_low(ptx::shared_address(smem.a[product.stage]), 0, 0), false);
+            x, fu, S::Product::k_major_low(ptx::shared_address(smem.a[product.stage]), 0, 0), true);
         const float chunk_decay = ptx::ld_shared_f32(t - q8 + 4 * table::kChunkDecay);
 #pragma unroll
         for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
@@ -250,23 +254,23 @@ struct StateLoop {
 };
 
 template <class C>
-__device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem, uint32_t items, int group) {
+__device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem, int group) {
     const DeltaParams &p = params.p;
     const int lane = threadIdx.x % 32;
     const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4, k = 2 * (lane % 4);
     StateLoop<C> loop{smem, group, {}, {}, {}, {}};
     float s[C::D / 2];
-    for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
-        const Item item = make_item<C>(params, smem.segment_tokens, index);
-        if (!item.exists || (!C::kOutputs && item.length == 0)) continue;
+    ItemReader<C> items{smem};
+    while (true) {
+        const Item &item = items.next();
+        if (!item.exists) break;
+        if (item.read_row < 0 || (!C::kOutputs && item.length == 0)) continue;
         const int v = row + (C::kOutputs ? item.piece * C::kColumns : 0);
-        const int from = read_row(p, item.sequence);
-        if (from < 0) continue;
         const bool transition_M = !C::kOutputs && item.piece == 1;
         if (C::kOutputs && !(item.first && item.last)) {
             load_state(s, segment_states<C::D>(params, 0), item.segment, item.head, v, k);
         } else if (item.first && p.state_in) {
-            load_state(s, p.state_in, from, item.head, v, k);
+            load_state(s, p.state_in, item.read_row, item.head, v, k);
         } else {
 #pragma unroll
             for (int i = 0; i < C::D / 2; i++)

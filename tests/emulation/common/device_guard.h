@@ -1,0 +1,6 @@
+#pragma once
+namespace linattn::cuda {
+struct DeviceGuard {
+    explicit DeviceGuard(int) {}
+};
+}  // namespace linattn::cuda

@@ -1,0 +1,582 @@
+#pragma once
+#define __launch_bounds__(...)
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#include <ucontext.h>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <type_traits>
+#include <vector>
+namespace linattn::cuda::gdn {
+alignas(1024) inline char smem_bytes[232448];
+}
+namespace emu {
+using linattn::cuda::gdn::smem_bytes;
+struct U3 {
+    unsigned x = 0, y = 0, z = 0;
+};
+struct Fiber {
+    ucontext_t ctx;
+    std::vector<char> stack;
+    U3 tid;
+    bool done = false;
+};
+inline std::vector<Fiber *> fibers;
+inline Fiber *cur;
+inline ucontext_t main_ctx;
+inline U3 block, grid, dim;
+inline long progress = 0, idle = 0;
+inline void yield() {
+    Fiber *f = cur;
+    swapcontext(&f->ctx, &main_ctx);
+}
+struct Sync {
+    int count = 0;
+    unsigned gen = 0;
+};
+inline Sync warp_s[32], group_s[8], bars[16];
+inline uint64_t wbuf[32][32];
+inline void meet(Sync &s, int n, const std::function<void()> &f = {}) {
+    unsigned g = s.gen;
+    if (++s.count == n) {
+        if (f) f();
+        s.count = 0;
+        s.gen++;
+        progress++;
+    } else
+        while (s.gen == g) yield();
+}
+inline int W() { return cur->tid.x / 32; }
+inline int L() { return cur->tid.x % 32; }
+inline void warp() { meet(warp_s[W()], 32); }
+template <class T>
+inline T exchange(T v, int from) {
+    static_assert(sizeof(T) <= 8);
+    uint64_t b = 0;
+    memcpy(&b, &v, sizeof v);
+    wbuf[W()][L()] = b;
+    warp();
+    T r;
+    memcpy(&r, &wbuf[W()][from & 31], sizeof r);
+    warp();
+    return r;
+}
+inline std::vector<std::function<void()>> pending;
+inline unsigned prs = 777;
+inline void run_pending(bool force) {
+    prs = prs * 1664525u + 1013904223u;
+    if (pending.empty() || (!force && (prs >> 10) % 3)) return;
+    size_t i = (prs >> 16) % pending.size();
+    auto f = pending[i];
+    pending.erase(pending.begin() + i);
+    f();
+    progress++;
+}
+inline void reset();
+inline std::function<void()> body;
+inline void entry() {
+    body();
+    cur->done = true;
+    progress++;
+    while (true) yield();
+}
+inline void run(unsigned g, unsigned d, std::function<void()> f, const char *name) {
+    body = f;
+    grid.x = g;
+    dim.x = d;
+    for (unsigned b = 0; b < g; b++) {
+        block.x = b;
+        for (auto &s : warp_s) s = {};
+        for (auto &s : group_s) s = {};
+        for (auto &s : bars) s = {};
+        memset(smem_bytes, 0xff, sizeof smem_bytes);
+        reset();
+        while (fibers.size() < d) {
+            fibers.push_back(new Fiber);
+            fibers.back()->stack.resize(256 << 10);
+        }
+        for (unsigned t = 0; t < d; t++) {
+            Fiber *x = fibers[t];
+            x->tid.x = t;
+            x->done = false;
+            getcontext(&x->ctx);
+            x->ctx.uc_stack.ss_sp = x->stack.data();
+            x->ctx.uc_stack.ss_size = x->stack.size();
+            x->ctx.uc_link = nullptr;
+            makecontext(&x->ctx, entry, 0);
+        }
+        long last = -1;
+        int stuck = 0;
+        while (true) {
+            unsigned done = 0;
+            static unsigned rs = 12345;
+            static bool rnd = getenv("EMU_RANDOM") != nullptr;
+            for (unsigned t0 = 0; t0 < d; t0++) {
+                unsigned t = t0;
+                if (rnd) {
+                    t = (t0 * 37 + rs) % d;
+                    rs = rs * 1664525u + 1013904223u;
+                }
+                Fiber *x = fibers[rnd ? (rs >> 8) % d : t];
+                if (!rnd) {
+                    if (x->done) {
+                        done++;
+                        continue;
+                    }
+                } else {
+                    if (t0 == 0)
+                        for (unsigned u = 0; u < d; u++) done += fibers[u]->done;
+                    if (x->done) continue;
+                }
+                cur = x;
+                swapcontext(&main_ctx, &x->ctx);
+            }
+            run_pending(progress == last);
+            if (done == d) break;
+            if (progress == last) {
+                if (++stuck > (getenv("EMU_RANDOM") ? 3000 : 50)) {
+                    fprintf(stderr, "%s: DEADLOCK in block %u\n", name, b);
+                    for (unsigned t = 0; t < d; t += 32) fprintf(stderr, "%d", fibers[t]->done);
+                    fprintf(stderr, "\n");
+                    exit(3);
+                }
+            } else
+                stuck = 0;
+            last = progress;
+        }
+    }
+}
+}  // namespace emu
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define threadIdx (emu::cur->tid)
+#define blockIdx (emu::block)
+#define gridDim (emu::grid)
+#define blockDim (emu::dim)
+inline void __syncwarp() { emu::warp(); }
+inline void __syncthreads() { emu::meet(emu::bars[0], emu::dim.x); }
+template <class T>
+T __shfl_sync(unsigned, T v, int l) {
+    return emu::exchange(v, l);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T v, int d) {
+    int l = emu::L();
+    return emu::exchange(v, l >= d ? l - d : l);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int m) {
+    return emu::exchange(v, emu::L() ^ m);
+}
+template <class F>
+auto emu_all(int v, F f) {
+    emu::wbuf[emu::W()][emu::L()] = (uint64_t)(int64_t)v;
+    emu::warp();
+    auto r = f();
+    emu::warp();
+    return r;
+}
+inline unsigned __ballot_sync(unsigned, bool p) {
+    return emu_all(p, [] {
+        unsigned r = 0;
+        for (int i = 0; i < 32; i++)
+            if (emu::wbuf[emu::W()][i]) r |= 1u << i;
+        return r;
+    });
+}
+inline int __reduce_add_sync(unsigned, int v) {
+    return emu_all(v, [] {
+        int r = 0;
+        for (int i = 0; i < 32; i++) r += (int)emu::wbuf[emu::W()][i];
+        return r;
+    });
+}
+inline int __reduce_max_sync(unsigned, int v) {
+    return emu_all(v, [] {
+        int r = INT32_MIN;
+        for (int i = 0; i < 32; i++) r = std::max(r, (int)emu::wbuf[emu::W()][i]);
+        return r;
+    });
+}
+inline float __uint_as_float(uint32_t x) {
+    float f;
+    memcpy(&f, &x, 4);
+    return f;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+namespace linattn::ptx {
+using namespace emu;
+inline char *at(uint32_t a) {
+    if (a >= sizeof smem_bytes) {
+        fprintf(stderr, "shared address %x\n", a);
+        abort();
+    }
+    return smem_bytes + a;
+}
+inline uint32_t shared_address(const void *p) { return (uint32_t)((const char *)p - smem_bytes); }
+template <class T>
+T ld(uint32_t a) {
+    if (a % sizeof(T)) {
+        fprintf(stderr, "misaligned %x\n", a);
+        abort();
+    }
+    T v;
+    memcpy(&v, at(a), sizeof v);
+    return v;
+}
+template <class T>
+void st(uint32_t a, T v) {
+    if (a % sizeof(T)) {
+        fprintf(stderr, "misaligned store %x\n", a);
+        abort();
+    }
+    memcpy(at(a), &v, sizeof v);
+}
+inline uint32_t ld_shared_u32(uint32_t a) { return ld<uint32_t>(a); }
+inline float ld_shared_f32(uint32_t a) { return ld<float>(a); }
+inline uint4 ld_shared_v4_u32(uint32_t a) { return ld<uint4>(a); }
+inline float2 ld_shared_v2_f32(uint32_t a) { return ld<float2>(a); }
+inline float4 ld_shared_v4_f32(uint32_t a) { return ld<float4>(a); }
+inline void st_shared_u32(uint32_t a, uint32_t v) { st(a, v); }
+inline void st_shared_f32(uint32_t a, float v) { st(a, v); }
+inline void st_shared_v4_u32(uint32_t a, uint4 v) { st(a, v); }
+inline void st_shared_v4_f32(uint32_t a, float4 v) { st(a, v); }
+// cta
+inline void bar_sync(uint32_t id, uint32_t n) { meet(bars[id], n); }
+inline void bar_arrive(uint32_t id, uint32_t n) {
+    if (++bars[id].count == (int)n) {
+        bars[id].count = 0;
+        bars[id].gen++;
+    }
+    progress++;
+}
+template <int>
+inline void setmaxnreg_inc() {}
+template <int>
+inline void setmaxnreg_dec() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+// mbarrier
+struct MB {
+    uint8_t phase, expected;
+    int16_t pending;
+    int32_t tx;
+};
+inline MB &mb(uint32_t a) { return *(MB *)at(a); }
+inline void mb_check(MB &m) {
+    progress++;
+    if (m.pending < 0) {
+        fprintf(stderr, "mbarrier overrun\n");
+        abort();
+    }
+    if (m.pending == 0 && m.tx == 0) {
+        m.phase ^= 1;
+        m.pending = m.expected;
+    }
+}
+inline void mbarrier_init(uint32_t b, uint32_t n) { mb(b) = {0, (uint8_t)n, (int16_t)n, 0}; }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(uint32_t b) {
+    mb(b).pending--;
+    mb_check(mb(b));
+}
+inline void mbarrier_arrive_expect_tx(uint32_t b, uint32_t n) {
+    mb(b).tx += n;
+    mb(b).pending--;
+    mb_check(mb(b));
+}
+inline void mbarrier_wait_parity(uint32_t b, uint32_t p) {
+    while (mb(b).phase == (p & 1)) yield();
+}
+inline void complete(uint32_t b, int n) {
+    mb(b).tx -= n;
+    mb_check(mb(b));
+}
+// math
+inline float ex2_approx_ftz(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
+inline uint32_t b16(float x) {
+    __nv_bfloat16 h = __float2bfloat16_rn(x);
+    uint16_t r;
+    memcpy(&r, &h, 2);
+    return r;
+}
+inline uint32_t h16(float x) {
+    __half h = __float2half_rn(x);
+    uint16_t r;
+    memcpy(&r, &h, 2);
+    return r;
+}
+inline uint32_t cvt_rn_bf16x2(float a, float b) { return b16(a) | b16(b) << 16; }
+inline uint32_t cvt_rn_f16x2(float a, float b) { return h16(a) | h16(b) << 16; }
+template <class T>
+constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
+template <class T>
+uint32_t cvt_rn_x2(float a, float b) {
+    return kIsBf16<T> ? cvt_rn_bf16x2(a, b) : cvt_rn_f16x2(a, b);
+}
+template <class T>
+float up(uint16_t x) {
+    T h;
+    memcpy(&h, &x, 2);
+    return (float)h;
+}
+// mma
+inline void matrix_load(uint32_t *r, uint32_t a, bool trans, int n) {
+    wbuf[W()][L()] = a;
+    warp();
+    for (int m = 0; m < n; m++) {
+        uint16_t e[2];
+        for (int i = 0; i < 2; i++) {
+            int row = trans ? 2 * (L() % 4) + i : L() / 4, col = trans ? L() / 4 : 2 * (L() % 4) + i;
+            uint32_t base = (uint32_t)wbuf[W()][8 * m + row];
+            if (base % 16) abort();
+            memcpy(&e[i], at(base + 2 * col), 2);
+        }
+        r[m] = e[0] | (uint32_t)e[1] << 16;
+    }
+    warp();
+}
+inline void matrix_store(uint32_t a, const uint32_t *r, bool trans, int n) {
+    wbuf[W()][L()] = a;
+    warp();
+    for (int m = 0; m < n; m++)
+        for (int i = 0; i < 2; i++) {
+            int row = trans ? 2 * (L() % 4) + i : L() / 4, col = trans ? L() / 4 : 2 * (L() % 4) + i;
+            uint32_t base = (uint32_t)wbuf[W()][8 * m + row];
+            if (base % 16) abort();
+            uint16_t e = (uint16_t)(r[m] >> (16 * i));
+            memcpy(at(base + 2 * col), &e, 2);
+        }
+    warp();
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t a) { matrix_load(r, a, false, 4); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t a) { matrix_load(r, a, true, 4); }
+inline void stmatrix_x4(uint32_t a, const uint32_t (&r)[4]) { matrix_store(a, r, false, 4); }
+inline void stmatrix_x4_trans(uint32_t a, const uint32_t (&r)[4]) { matrix_store(a, r, true, 4); }
+inline uint32_t movmatrix_trans(uint32_t a) {
+    wbuf[W()][L()] = a;
+    warp();
+    uint32_t r = 0;
+    for (int i = 0; i < 2; i++) {
+        int row = 2 * (L() % 4) + i, col = L() / 4;
+        r |= ((uint32_t)(wbuf[W()][row * 4 + col / 2] >> (16 * (col % 2))) & 0xffff) << (16 * i);
+    }
+    warp();
+    return r;
+}
+inline uint32_t mbuf[32][32][8];
+template <class T>
+void mma_(float (&d)[4], const uint32_t *a, int na, const uint32_t *b, int nb) {
+    for (int i = 0; i < na; i++) mbuf[W()][L()][i] = a[i];
+    for (int i = 0; i < nb; i++) mbuf[W()][L()][4 + i] = b[i];
+    warp();
+    int K = 8 * nb;
+    for (int e = 0; e < 4; e++) {
+        int r = L() / 4 + 8 * (e / 2), c = 2 * (L() % 4) + e % 2;
+        float s = 0;
+        for (int k = 0; k < K; k++) {
+            uint32_t x = mbuf[W()][(r % 8) * 4 + (k % 8) / 2][(r / 8) + 2 * (k / 8)],
+                     y = mbuf[W()][c * 4 + (k % 8) / 2][4 + k / 8];
+            s += up<T>(x >> (16 * (k % 2))) * up<T>(y >> (16 * (k % 2)));
+        }
+        d[e] += s;
+    }
+    warp();
+}
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    uint32_t b[2] = {b0, b1};
+    mma_<T>(d, a, 4, b, 2);
+}
+template <class T>
+void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+    mma_<T>(d, a, 2, &b, 1);
+}
+// tma
+inline void fence_proxy_async_shared_cta() {}
+inline void fence_proxy_async_global() {}
+struct Map {
+    char *data;
+    int64_t size[4], stride[4];
+    int box[4];
+};
+inline const Map &map_of(const CUtensorMap *m) { return *(const Map *)m; }
+inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[4], bool store) {
+    const Map &t = map_of(m);
+    if (s % 1024) abort();
+    for (int r = 0; r < t.box[2]; r++)
+        for (int x = 0; x < t.box[0]; x++) {
+            uint32_t a = s + r * 128 + x * 2;
+            a ^= ((a >> 7) & 7) << 4;
+            int64_t p[4] = {c[0] + x, c[1], c[2] + r, c[3]};
+            bool in = true;
+            int64_t o = 0;
+            for (int i = 0; i < 4; i++) {
+                in &= p[i] >= 0 && p[i] < t.size[i];
+                o += p[i] * t.stride[i];
+            }
+            if (store) {
+                if (in) memcpy(t.data + 2 * o, at(a), 2);
+            } else if (in)
+                memcpy(at(a), t.data + 2 * o, 2);
+            else
+                memset(at(a), 0, 2);
+        }
+}
+inline std::map<Fiber *, std::vector<std::function<void()>>> stores;
+inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3) {
+    memset(at(d), 0xff, map_of(m).box[0] * map_of(m).box[2] * 2);
+    pending.push_back([=] {
+        tensor(d, m, {c0, c1, c2, c3}, false);
+        complete(b, map_of(m).box[0] * map_of(m).box[2] * 2);
+    });
+}
+inline void cp_async_bulk_tensor_4d_store(const CUtensorMap *m, uint32_t s, int c0, int c1, int c2, int c3) {
+    stores[cur].push_back([=] { tensor(s, m, {c0, c1, c2, c3}, true); });
+}
+inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b) {
+    if (n % 16 || d % 16 || (uintptr_t)s % 16) abort();
+    memset(at(d), 0xff, n);
+    pending.push_back([=] {
+        memcpy(at(d), s, n);
+        complete(b, n);
+    });
+}
+inline void cp_async_bulk_commit_group() {}
+template <int>
+inline void cp_async_bulk_wait_group_read() {
+    for (int i = 0; i < 7; i++) yield();
+    for (auto &f : stores[cur]) f();
+    stores[cur].clear();
+    progress++;
+}
+// wgmma
+enum class Swizzle : uint32_t { None = 0, B128 = 1, B64 = 2, B32 = 3 };
+enum class Major : int { K = 0, MN = 1 };
+constexpr inline uint32_t wgmma_descriptor_low(uint32_t a, uint32_t l) {
+    return ((a & 0x3ffffu) >> 4) | ((l & 0x3ffffu) >> 4) << 16;
+}
+constexpr inline uint32_t wgmma_descriptor_high(uint32_t s, Swizzle w) {
+    return ((s & 0x3ffffu) >> 4) | static_cast<uint32_t>(w) << 30;
+}
+inline uint64_t wgmma_descriptor(uint32_t l, uint32_t h) { return l | (uint64_t)h << 32; }
+struct Op {
+    long commit;
+    std::function<void()> f;
+};
+inline std::deque<Op> ops[8];
+inline long commits[8];
+inline Sync commit_s[8];
+inline std::map<Fiber *, long> own;
+inline void wgmma_fence() {}
+inline void wgmma_commit_group() {
+    int g = threadIdx.x / 128;
+    meet(commit_s[g], 128, [&] { commits[g]++; });
+    own[cur]++;
+}
+template <int n>
+inline void wgmma_wait_group() {
+    int g = threadIdx.x / 128;
+    for (int i = 0; i < 5; i++) yield();
+    while (!ops[g].empty() && ops[g].front().commit <= own[cur] - n) {
+        ops[g].front().f();
+        ops[g].pop_front();
+        progress++;
+    }
+    warp();
+}
+template <int n>
+void register_fence(float (&)[n]) {}
+template <int n>
+void register_fence(uint32_t (&)[n]) {}
+template <class T>
+float element(uint64_t desc, Major major, int mn, int k) {
+    uint32_t low = (uint32_t)desc, high = desc >> 32, start = (low & 0x3fff) << 4, lead = ((low >> 16) & 0x3fff) << 4,
+             stride = (high & 0x3fff) << 4;
+    if (high >> 30 != 1) abort();
+    uint32_t a = major == Major::K ? start + (mn / 8) * stride + (mn % 8) * 128 + 2 * k
+                                   : start + (mn / 64) * lead + (k / 8) * stride + (k % 8) * 128 + (mn % 64) * 2;
+    a ^= ((a >> 7) & 7) << 4;
+    uint16_t x;
+    memcpy(&x, at(a), 2);
+    return up<T>(x);
+}
+inline float *dptr[8][128];
+inline uint32_t acopy[8][128][4];
+template <class T, int count>
+void product(float (&d)[count], const uint32_t *a, uint64_t adesc, Major ma, uint64_t b, Major mbj, bool acc) {
+    int g = threadIdx.x / 128, t = threadIdx.x % 128;
+    dptr[g][t] = d;
+    if (a) memcpy(acopy[g][t], a, 16);
+    meet(group_s[g], 128, [&] {
+        constexpr int N = 2 * count;
+        struct State {
+            float *d[128];
+            uint32_t a[128][4];
+        };
+        auto st = std::make_shared<State>();
+        memcpy(st->d, dptr[g], sizeof st->d);
+        memcpy(st->a, acopy[g], sizeof st->a);
+        bool rs = a != nullptr;
+        ops[g].push_back(
+            {commits[g] + 1, [=] {
+                 static float B[16][128], A[64][16];
+                 for (int k = 0; k < 16; k++)
+                     for (int n = 0; n < N; n++) B[k][n] = element<T>(b, mbj, n, k);
+                 for (int r = 0; r < 64; r++)
+                     for (int k = 0; k < 16; k++)
+                         A[r][k] = rs ? up<T>(st->a[(r / 16) * 32 + (r % 8) * 4 + (k % 8) / 2][(r % 16) / 8 + 2 * (k / 8)] >>
+                                              (16 * (k % 2)))
+                                      : element<T>(adesc, ma, r, k);
+                 for (int u = 0; u < 128; u++)
+                     for (int i = 0; i < count; i++) {
+                         int r = (u / 32) * 16 + (u % 32) / 4 + 8 * ((i % 4) / 2), c = 8 * (i / 4) + 2 * (u % 4) + i % 2;
+                         float x = 0;
+                         for (int k = 0; k < 16; k++) x += A[r][k] * B[k][c];
+                         float &o = st->d[u][i];
+                         o = acc ? o + x : x;
+                     }
+             }});
+    });
+}
+template <class T, Major kA, Major kB, int n>
+void wgmma_ss(float (&d)[n], uint64_t a, uint64_t b, bool acc) {
+    product<T>(d, nullptr, a, kA, b, kB, acc);
+}
+template <class T, Major kA, Major kB, int n>
+void wgmma_ss_first(float (&d)[n], uint64_t a, uint64_t b) {
+    product<T>(d, nullptr, a, kA, b, kB, false);
+}
+template <class T, Major kB, int n>
+void wgmma_rs(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool acc) {
+    product<T>(d, a, 0, Major::K, b, kB, acc);
+}
+template <class T, Major kB, int n>
+void wgmma_rs_first(float (&d)[n], const uint32_t (&a)[4], uint64_t b) {
+    product<T>(d, a, 0, Major::K, b, kB, false);
+}
+}  // namespace linattn::ptx
+
+namespace emu {
+inline void reset() {
+    for (auto &o : linattn::ptx::ops) o.clear();
+    for (auto &c : linattn::ptx::commits) c = 0;
+    for (auto &x : linattn::ptx::commit_s) x = {};
+    linattn::ptx::own.clear();
+    linattn::ptx::stores.clear();
+    if (!pending.empty()) {
+        fprintf(stderr, "pending copies\n");
+        abort();
+    }
+}
+}  // namespace emu

@@ -1,0 +1,204 @@
+#include <random>
+#include <string>
+#include "emu.h"
+#include "gdn/gdn_fwd.cu"
+#include "gdn/gdn_fwd.cuh"
+using namespace linattn;
+using namespace linattn::cuda;
+std::mt19937 rng(1);
+float rnd() { return std::normal_distribution<float>()(rng); }
+float uni() { return std::uniform_real_distribution<float>()(rng); }
+uint16_t to16(float x, bool bf) { return bf ? ptx::b16(x) : ptx::h16(x); }
+float from16(uint16_t x, bool bf) { return bf ? ptx::up<__nv_bfloat16>(x) : ptx::up<__half>(x); }
+Tensor tens(void *d, DType t, std::vector<int64_t> st) {
+    Tensor r;
+    r.data = (char *)d;
+    r.dtype = t;
+    for (size_t i = 0; i < st.size(); i++) r.stride[i] = st[i];
+    return r;
+}
+int bad = 0;
+struct Case {
+    std::string name;
+    std::vector<int> lens;
+    int H = 1, HV = 1, D = 128;
+    bool bf = true, l2 = false, init = true, vfirst = false;
+    float gs = 1;
+    int sms = 132, mode = 0, pad = 5, dense = 0, splits = 0, ckpt = 0;
+    bool padding = false;
+};
+void run(const Case &c) {
+    int D = c.D, HV = c.HV, H = c.H, N = c.dense ? c.dense : c.lens.size(), T = 0;
+    for (int l : c.lens) T += l;
+    if (!c.dense) T += c.pad;
+    int B = c.dense ? c.dense : 1;
+    int64_t BT = (int64_t)B * T;
+    std::vector<uint16_t> q(BT * H * D), k(BT * H * D), v(BT * HV * D), o(BT * HV * D, 0x7fc0);
+    std::vector<float> g(BT * HV), be(BT * HV), h0((size_t)N * HV * D * D), hf((size_t)N * HV * D * D, NAN);
+    std::vector<int> cu(N + 1, 0);
+    for (int n = 0; n < N && !c.dense; n++) cu[n + 1] = cu[n] + c.lens[n];
+    auto fill = [&](std::vector<uint16_t> &x, int heads, bool norm) {
+        for (int64_t t = 0; t < BT; t++)
+            for (int h = 0; h < heads; h++) {
+                float r[128], s = 0;
+                for (int d = 0; d < D; d++) r[d] = rnd() + (norm && c.mode == 2 ? 3.f : 0), s += r[d] * r[d];
+                s = norm ? 1 / std::sqrt(s) : 1;
+                bool past = !c.dense && t >= cu[N];
+                for (int d = 0; d < D; d++) x[(t * heads + h) * D + d] = past ? 0x7fff : to16(r[d] * s, c.bf);
+            }
+    };
+    fill(q, H, !c.l2);
+    fill(k, H, !c.l2);
+    fill(v, HV, false);
+    if (c.mode == 3)
+        for (int64_t t = 1; t < (c.dense ? BT : cu[N]); t++)
+            for (int i = 0; i < H * D; i++) k[t * H * D + i] = k[i];
+    for (auto &x : g) x = -c.gs * uni();
+    for (auto &x : be) x = c.mode >= 2 ? 1 : uni();
+    for (auto &x : h0) x = rnd();
+    if (c.mode == 1)
+        for (size_t i = 0; i < g.size(); i += 3) g[i] = i % 2 ? -INFINITY : -1000;
+    DeltaParams p;
+    p.B = B;
+    p.T = T;
+    p.H = H;
+    p.HV = HV;
+    p.K = p.V = D;
+    p.N = p.P = p.F = N;
+    DType dt = c.bf ? DType::BF16 : DType::F16;
+    p.q = tens(q.data(), dt, {T * H * D, H * D, D, 1});
+    p.k = tens(k.data(), dt, {T * H * D, H * D, D, 1});
+    p.v = tens(v.data(), dt, {T * HV * D, HV * D, D, 1});
+    p.o = tens(o.data(), dt, {T * HV * D, HV * D, D, 1});
+    p.g = tens(g.data(), DType::F32, {T * HV, HV, 1});
+    p.beta = tens(be.data(), DType::F32, {T * HV, HV, 1});
+    std::vector<int64_t> ss = {HV * D * D, D * D, c.vfirst ? 1 : D, c.vfirst ? D : 1};
+    if (c.init) p.state_in = tens(h0.data(), DType::F32, ss);
+    p.state_out = tens(hf.data(), DType::F32, ss);
+    if (!c.dense) p.cu_seqlens = tens(cu.data(), DType::I32, {1});
+    int C = 0;
+    if (c.ckpt)
+        for (int l : c.lens) C += l / c.ckpt;
+    std::vector<float> ck((size_t)C * HV * D * D, NAN);
+    if (c.ckpt) {
+        p.checkpoint_every = c.ckpt;
+        p.C = C;
+        p.checkpoints = tens(ck.data(), DType::F32, ss);
+    }
+    std::vector<int> ri(N);
+    for (int n = 0; n < N; n++) ri[n] = n % 2 ? -1 : N - 1 - n;
+    if (c.padding) {
+        p.read_indices = tens(ri.data(), DType::I32, {1});
+        p.write_indices = p.read_indices;
+    }
+    p.scale = 1 / std::sqrt((double)D);
+    p.qk_l2norm = c.l2;
+    p.zero_tail = true;
+    p.splits = c.splits;
+    if (!gdn_chunked_fits(p)) {
+        printf("does not fit\n");
+        bad++;
+        return;
+    }
+    uint64_t ws = gdn_fwd_chunked_workspace(p, c.sms);
+    std::vector<float> w(ws / 4 + 8, NAN);
+    p.workspace.data = (char *)(((uintptr_t)w.data() + 15) & ~15ull);
+    launch_gdn_fwd_chunked(p, c.sms);
+    double eo = 0, es = 0, ec = 0;
+    int row = 0, tailbad = 0;
+    for (int n = 0; n < N; n++) {
+        if (c.padding && ri[n] < 0) {
+            for (int64_t i = (int64_t)cu[n] * HV * D; i < (int64_t)cu[n + 1] * HV * D; i++) tailbad += o[i] != 0;
+            continue;
+        }
+        int64_t rn = c.padding ? ri[n] : n;
+        int64_t bos = c.dense ? (int64_t)n * T : cu[n];
+        int len = c.dense ? T : c.lens[n];
+        for (int h = 0; h < HV; h++) {
+            std::vector<double> S(D * D);
+            for (int a = 0; a < D; a++)
+                for (int b = 0; b < D; b++) S[a * D + b] = c.init ? h0[rn * ss[0] + h * ss[1] + a * ss[2] + b * ss[3]] : 0;
+            double se = 0, sn = 0;
+            auto cmp = [&](const float *x) {
+                double e = 0, m = 1e-30;
+                for (int a = 0; a < D; a++)
+                    for (int b = 0; b < D; b++) {
+                        double y = x[h * ss[1] + a * ss[2] + b * ss[3]], r = S[a * D + b];
+                        e += (y - r) * (y - r);
+                        m += r * r;
+                    }
+                e = std::sqrt(e / m);
+                return e == e ? e : 9e9;
+            };
+            for (int t = 0; t < len; t++) {
+                int64_t at = bos + t;
+                double kk[128], qq[128], u[128], sk = 0, sq = 0;
+                for (int d = 0; d < D; d++) {
+                    kk[d] = from16(k[(at * H + h * H / HV) * D + d], c.bf);
+                    qq[d] = from16(q[(at * H + h * H / HV) * D + d], c.bf);
+                    sk += kk[d] * kk[d];
+                    sq += qq[d] * qq[d];
+                }
+                if (c.l2)
+                    for (int d = 0; d < D; d++) kk[d] /= std::sqrt(sk + 1e-6), qq[d] /= std::sqrt(sq + 1e-6);
+                double gm = std::exp((double)g[at * HV + h]);
+                for (auto &x : S) x *= gm;
+                for (int b = 0; b < D; b++) u[b] = 0;
+                for (int a = 0; a < D; a++)
+                    for (int b = 0; b < D; b++) u[b] += S[a * D + b] * kk[a];
+                for (int b = 0; b < D; b++) u[b] = be[at * HV + h] * (from16(v[(at * HV + h) * D + b], c.bf) - u[b]);
+                double oo[128] = {};
+                for (int a = 0; a < D; a++)
+                    for (int b = 0; b < D; b++) {
+                        S[a * D + b] += kk[a] * u[b];
+                        oo[b] += S[a * D + b] * qq[a] * p.scale;
+                    }
+                for (int b = 0; b < D; b++) {
+                    double x = from16(o[(at * HV + h) * D + b], c.bf);
+                    if (x != x) x = 9e9;
+                    se += (x - oo[b]) * (x - oo[b]);
+                    sn += oo[b] * oo[b];
+                }
+                if (c.ckpt && (t + 1) % c.ckpt == 0) ec = std::max(ec, cmp(ck.data() + (row + (t + 1) / c.ckpt - 1) * ss[0]));
+            }
+            if (len) eo = std::max(eo, std::sqrt(se / sn));
+            es = std::max(es, cmp(hf.data() + rn * ss[0]));
+        }
+        if (c.ckpt) row += len / c.ckpt;
+    }
+    int tail = tailbad;
+    if (!c.dense)
+        for (int64_t i = (int64_t)cu[N] * HV * D; i < BT * HV * D; i++) tail += o[i] != 0;
+    bool ok = eo < (c.bf ? 5e-3 : 1e-3) && es < (c.bf ? 3.2e-3 : 1e-3) && ec < 3.2e-3 && !tail;
+    bad += !ok;
+    printf("%s %-34s o %.2e state %.2e ckpt %.2e tail %d workspace %lu\n", ok ? "ok " : "BAD", c.name.c_str(), eo, es, ec, tail,
+           (unsigned long)ws);
+    fflush(stdout);
+}
+int main(int argc, char **argv) {
+    std::vector<Case> cs = {{"plain", {128}, 1, 1},
+                            {"narrow tails", {70, 0, 1, 64, 130}, 1, 2},
+                            {"wide", {70, 0, 1, 64, 130, 65}, 1, 2, 128, true, false, true, true, 1, 8},
+                            {"wide l2, few CTAs", {70, 0, 1, 64, 130, 200}, 1, 2, 128, true, true, true, false, 1, 5},
+                            {"D64", {70, 0, 1, 64, 130}, 1, 2, 64, true, true},
+                            {"fp16", {70, 130}, 1, 2, 128, false, true},
+                            {"resets", {200, 70}, 1, 2, 128, true, false, true, false, 1, 132, 1},
+                            {"correlated", {200}, 1, 1, 128, true, false, true, false, 0, 132, 2},
+                            {"cut", {1500}, 1, 2, 128, true, false, true, false, 0.02},
+                            {"cut no init vfirst", {1100, 64, 300}, 1, 2, 128, true, true, false, true, 0.02, 40},
+                            {"cut D64", {1500}, 1, 2, 64, true, true, true, false, 0.02},
+                            {"dense", {100}, 1, 1, 128, true, false, true, false, 1, 132, 0, 0, 3},
+                            {"dense cut", {1000}, 1, 1, 128, true, false, true, false, 0.02, 16, 0, 0, 2},
+                            {"cut ckpt", {1000, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
+                            {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
+                            {"padding cut", {700, 65, 10}, 1, 1, 128, true, false, true, false, .02, 16, 0, 5, 0, 0, 0, true},
+                            {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
+                            {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+                            {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+                            {"one key 200", {200}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+                            {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
+    for (auto &c : cs)
+        if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
+    printf("BAD %d\n", bad);
+    return bad;
+}
