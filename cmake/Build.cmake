@@ -4,6 +4,7 @@ include(cmake/Sources.cmake)
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
+enable_language(C)
 enable_language(CXX)
 set(_compilers "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
 if(LINATTN_CUDA)
@@ -33,6 +34,7 @@ if(LINATTN_CUDA)
 endif()
 
 set_target_properties(linattn PROPERTIES
+  C_STANDARD 99 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF C_VISIBILITY_PRESET hidden
   CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 target_include_directories(linattn PRIVATE cuda cuda/include)
 target_compile_definitions(linattn PRIVATE
@@ -41,14 +43,14 @@ target_compile_definitions(linattn PRIVATE
 # The host half of a .cu file takes the same options, through nvcc.
 function(_host_options)
   foreach(option IN LISTS ARGN)
-    target_compile_options(linattn PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${option}> $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${option}>)
+    target_compile_options(linattn PRIVATE $<$<COMPILE_LANGUAGE:C,CXX>:${option}> $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${option}>)
   endforeach()
 endfunction()
 # No path of this machine in the file: the same sources give the same bytes in any folder.
 _host_options("-ffile-prefix-map=${CMAKE_CURRENT_SOURCE_DIR}=." -ffunction-sections -fdata-sections -Wall)
 # A name that is cut to fit its field is meant to be.
 _host_options(-Wno-stringop-truncation -Wno-format-truncation)
-target_compile_options(linattn PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wextra>)
+target_compile_options(linattn PRIVATE $<$<COMPILE_LANGUAGE:C,CXX>:-Wextra>)
 if(LINATTN_WERROR)
   _host_options(-Werror)
   target_compile_options(linattn PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)

@@ -1,10 +1,15 @@
 # Every file that is compiled into liblinattn.so, one a line.
 set(LINATTN_SOURCES
   cuda/api.cpp
+  cuda/api_bwd.cpp
   cuda/values.cpp
+  cuda/xla_ffi.c
 )
 set(LINATTN_CPU_SOURCES
   cuda/cpu/backend.cpp
+  cuda/cpu/bwd.cpp
+  cuda/cpu/bwd_kernels.cpp
+  cuda/cpu/bwd_segment.cpp
   cuda/cpu/commit.cpp
   cuda/cpu/delta.cpp
   cuda/cpu/kernels.cpp

@@ -1,8 +1,6 @@
-// The only extern "C": catch everything, check, pick the backend, call it.
-#include "check.h"
+// extern "C", here and in api_bwd.cpp alone: catch everything, check, pick the backend, call it. Here all but the gradients.
+#include "api_common.h"
 #include "device.h"
-#include "ops.h"
-#include "values.h"
 
 #ifndef LINATTN_VERSION
 #define LINATTN_VERSION "0.0.0"
@@ -15,132 +13,13 @@ using namespace linattn;
 
 namespace {
 
-thread_local char last_error[1024];
-thread_local const char *last_path = "";
-
-template <class Body>
-linattn_status guarded(Body body) noexcept {
-    auto report = [](Status status, const char *text) {
-        std::snprintf(last_error, sizeof last_error, "%s", text);
-        return static_cast<linattn_status>(status);
-    };
-    try {
-        body();
-        last_error[0] = 0;
-        return LINATTN_OK;
-    } catch (const Error &e) {
-        return report(e.status, e.what());
-    } catch (const std::bad_alloc &) {
-        return report(Status::Runtime, "out of host memory");
-    } catch (const std::exception &e) {
-        return report(Status::Runtime, e.what());
-    } catch (...) {
-        return report(Status::Runtime, "an unknown C++ exception");
-    }
-}
-
-const Backend &backend_of(const char *op, int32_t device_type) {
-    if (device_type == LINATTN_CPU) return cpu::backend();
-#ifdef LINATTN_WITH_CUDA
-    if (device_type == LINATTN_CUDA) return cuda::backend();
-#else
-    if (device_type == LINATTN_CUDA)
-        fail(Status::Unsupported, "%s: this library was built without CUDA; it runs on the CPU only", op);
-#endif
-    fail(Status::Type, "%s: device type %d is not known; the CPU (1) and CUDA (2) are", op, device_type);
-}
-
-template <class Args>
-const Args &arguments(const char *op, const Args *args) {
-    if (!args) fail(Status::Value, "%s: the argument struct is NULL", op);
-    if (args->size != sizeof(Args))
-        fail(Status::Value, "%s: size is %llu, but this library's argument struct has %zu bytes (its ABI is %d.%d)", op,
-             static_cast<unsigned long long>(args->size), sizeof(Args), LINATTN_ABI_VERSION >> 16,
-             LINATTN_ABI_VERSION & 0xffff);
-    return *args;
-}
-
-void must_be_zero(const char *op, int32_t reserved) {
-    if (reserved) fail(Status::Value, "%s: reserved is %d; it must be 0", op, reserved);
-}
-
-int32_t choice(const char *op, const char *name, int32_t value, int32_t count) {
-    if (value < 0 || value >= count) fail(Status::Value, "%s: %s is %d; 0 to %d are possible", op, name, value, count - 1);
-    return value;
-}
-
-constexpr const char *kFloats = "bf16|f16|f32|f64", *kGates = "f32|bf16|f16|f64", *kStates = "f32|bf16|f64", *kInts = "i32|i64";
-
-// q, k, v, g, beta and the options they share, of fwd, decode and verify.
-template <class Args>
-void common_inputs(Checker &check, const Args &a, DeltaParams &p) {
-    bool kda = p.family == Family::Kda;
-    p.q = check("q", a.q, Checker::In, "[B,T,H,K]", kFloats);
-    p.k = check("k", a.k, Checker::In, "[B,T,H,K]", "=q");
-    p.v = check("v", a.v, Checker::In, "[B,T,HV,V]", "=q");
-    p.g = check("g", a.g, Checker::In, kda ? "[B,T,HV,K]" : "[B,T,HV]", kGates);
-    p.beta = check("beta", a.beta, Checker::In, "[B,T,HV]", kGates);
-    p.B = check.size("B"), p.T = check.size("T"), p.H = check.size("H"), p.HV = check.size("HV");
-    p.K = check.size("K"), p.V = check.size("V");
-    const char *op = check.op();
-    if (p.K < 1 || p.V < 1)
-        fail(Status::Value, "%s: K and V must be at least 1, got %lld and %lld", op, (long long)p.K, (long long)p.V);
-    if (p.H == 0 ? p.HV != 0 : p.HV % p.H != 0)
-        fail(Status::Value, "%s: v has HV = %lld heads, which must be a multiple of the H = %lld heads of q", op,
-             (long long)p.HV, (long long)p.H);
-
-    p.scale = a.scale;
-    if (!std::isfinite(a.scale) || a.scale == 0)
-        fail(Status::Value, "%s: scale is %g; it must be finite and not 0", op, a.scale);
-    p.qk_l2norm = choice(op, "qk_l2norm", a.qk_l2norm, 2);
-    p.gate = static_cast<Gate>(choice(op, "gate", a.gate, 3));
-    p.beta_form = static_cast<BetaForm>(choice(op, "beta_form", a.beta_form, 3));
-    choice(op, "checked", a.checked, 2);
-    p.lower_bound = a.lower_bound;
-    if (p.gate == Gate::Bounded ? !(a.lower_bound < 0 && std::isfinite(a.lower_bound)) : a.lower_bound != 0)
-        fail(Status::Value,
-             "%s: lower_bound is %g; it must be finite and below 0 with gate \"bounded\", and 0 (not given) without", op,
-             a.lower_bound);
-    p.stream = a.stream;
-    p.device = check.device_id();
-}
-
-template <class Args>
-void gate_parameters(Checker &check, const Args &a, DeltaParams &p) {
-    bool kda = p.family == Family::Kda;
-    const char *op = check.op();
-    if (p.gate == Gate::None)
-        for (auto [name, t] : {std::pair{"A_log", &a.A_log}, std::pair{"dt_bias", &a.dt_bias}})
-            if (given(*t))
-                fail(Status::Value, "%s: %s is given, but gate is \"none\", so g is already the log decay", op, name);
-    if (p.gate == Gate::Softplus && !given(a.A_log)) fail(Status::Value, "%s: gate \"softplus\" needs A_log, shape [HV]", op);
-    p.A_log = check("A_log", a.A_log, Checker::MaybeIn, "[HV]", kStates);
-    p.dt_bias = check("dt_bias", a.dt_bias, Checker::MaybeIn, kda ? "[HV,K]" : "[HV]", kStates);
-}
-
-template <class Args>
-void packed_lengths(Checker &check, const Args &a, DeltaParams &p) {
-    p.cu_seqlens = check("cu_seqlens", a.cu_seqlens, Checker::MaybeIn, "[N+1]", kInts);
-    if (p.cu_seqlens && p.B != 1)
-        fail(Status::Value, "%s: q has B = %lld, but with cu_seqlens the sequences are packed along T and B must be 1",
-             check.op(), (long long)p.B);
-    if (!p.cu_seqlens) check.bind("N", p.B, "B");
-    p.N = check.size("N");
-    p.zero_tail = choice(check.op(), "zero_tail", a.zero_tail, 2);
-}
-
-void rows_match(const char *op, const char *name, int64_t rows, int64_t N, const char *table) {
-    if (rows != N)
-        fail(Status::Value, "%s: %s has %lld rows for %lld sequences; without %s there must be one each", op, name,
-             (long long)rows, (long long)N, table);
-}
-
 template <class Args>
 void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
     const char *op = check.op();
     if constexpr (std::is_same_v<Args, linattn_gdn_fwd_args> || std::is_same_v<Args, linattn_kda_fwd_args>) {
         p.state_in = check("initial_state", a.initial_state, Checker::MaybeIn, "[P,HV,K,V]", kStates);
         packed_lengths(check, a, p);
+        p.zero_tail = choice(op, "zero_tail", a.zero_tail, 2);
         gate_parameters(check, a, p);
         p.read_indices = check("read_indices", a.read_indices, Checker::MaybeIn, "[N]", kInts);
         p.write_indices = check("write_indices", a.write_indices, Checker::MaybeIn, "[N]", kInts);
@@ -169,7 +48,8 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
             fail(Status::Value, "%s: checkpoints has %lld rows, but B (T / checkpoint_every) = %lld are needed", op,
                  (long long)p.C, (long long)(p.B * (p.T / p.checkpoint_every)));
         if (choice(op, "save", a.save, 2) != LINATTN_SAVE_NOTHING)
-            fail(Status::Unsupported, "%s: save \"states\" is for the backward, which this version does not have", op);
+            fail(Status::Unsupported,
+                 "%s: save \"states\" is not there yet; the backward recomputes from the inputs (save \"nothing\")", op);
         if (given(a.saved)) fail(Status::Value, "%s: saved is given, but save is \"nothing\"", op);
         if (a.splits < 0) fail(Status::Value, "%s: splits is %d; 0 (chosen) or a number of pieces is possible", op, a.splits);
         if (a.splits > 1)
@@ -188,10 +68,12 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
         bool writes = !verify || given(a.write_indices);
         p.state_in = check("state", a.state, writes ? Checker::InOut : Checker::In, "[P,HV,K,V]", kStates);
         p.P = check.size("P");
-        if constexpr (verify)
+        if constexpr (verify) {
             check.bind("N", p.N = p.B, "B");
-        else
+        } else {
             packed_lengths(check, a, p);
+            p.zero_tail = choice(op, "zero_tail", a.zero_tail, 2);
+        }
         gate_parameters(check, a, p);
         p.read_indices = check("read_indices", a.read_indices, Checker::MaybeIn, "[N]", kInts);
         p.write_indices = check("write_indices", a.write_indices, Checker::MaybeIn, verify ? "[N,T]" : "[N]", kInts);
@@ -270,20 +152,6 @@ CommitParams params_of(Checker &check, const linattn_delta_commit_args &a) {
     return p;
 }
 
-// Everything that can be refused is refused before `run`.
-template <class Args, class Params>
-uint64_t checked_plan(Checker &check, const Args &a, const Params &p, const OpEntry<Params> &entry,
-                      const linattn_tensor *workspace) {
-    uint64_t need = entry.workspace(p);
-    if (!workspace) return need;
-    uint64_t have = given(*workspace) ? static_cast<uint64_t>(workspace->shape[0]) : 0;
-    if (have < need)
-        fail(Status::Value, "%s: workspace has %llu bytes, but %llu are needed", check.op(), (unsigned long long)have,
-             (unsigned long long)need);
-    check_values(check.op(), p, check.on_gpu(), a.checked != 0);
-    return need;
-}
-
 template <class Args>
 linattn_status delta_op(const char *op, Family family, Op kind, OpEntry<DeltaParams> Backend::*member, const Args *args,
                         uint64_t *bytes) {
@@ -316,18 +184,6 @@ linattn_status commit_op(const linattn_delta_commit_args *args, uint64_t *bytes)
     });
 }
 
-template <class Args>
-linattn_status not_built(const char *op, const Args *args) {
-    return guarded([&] {
-        arguments(op, args);
-        fail(Status::Unsupported, "%s: this version does not have it; see linattn_supports", op);
-    });
-}
-
-linattn_status need_bytes(const char *op) {
-    return guarded([&] { fail(Status::Value, "%s: bytes is NULL", op); });
-}
-
 struct NamedOp {
     const char *name;
     Family family;
@@ -342,14 +198,12 @@ constexpr NamedOp kDeltaOps[] = {
     {"gdn_verify", Family::Gdn, Op::Verify, &Backend::gdn_verify},
     {"kda_verify", Family::Kda, Op::Verify, &Backend::kda_verify},
 };
-constexpr const char *kOpsToCome[] = {"gdn_bwd", "kda_bwd", "gdn_segment", "kda_segment", "segment_merge"};
 
 void check_support(const char *op, int32_t device_type, int32_t device_id, int32_t dtype, int64_t K, int64_t V) {
     if (!op) fail(Status::Value, "supports: op is NULL");
     if (K < 1 || V < 1)
         fail(Status::Value, "supports: K and V must be at least 1, got %lld and %lld", (long long)K, (long long)V);
-    for (const char *name : kOpsToCome)
-        if (std::strcmp(name, op) == 0) fail(Status::Unsupported, "%s: this version does not have it", op);
+    if (check_backward_support(op, device_type, device_id, dtype, K, V)) return;
     const Backend &backend = backend_of(op, device_type);
     if (std::strcmp(op, "delta_commit") == 0) {
         CommitParams p;
@@ -383,9 +237,6 @@ void check_support(const char *op, int32_t device_type, int32_t device_id, int32
     linattn_status linattn_##op##_workspace(const linattn_##op##_args *args, uint64_t *bytes) {  \
         return bytes ? delta_op(#op, family, kind, &Backend::op, args, bytes) : need_bytes(#op); \
     }
-#define OP_TO_COME(op)                                                                            \
-    linattn_status linattn_##op(const linattn_##op##_args *args) { return not_built(#op, args); } \
-    linattn_status linattn_##op##_workspace(const linattn_##op##_args *args, uint64_t *) { return not_built(#op, args); }
 
 extern "C" {
 
@@ -395,11 +246,6 @@ DELTA_OP(gdn_decode, Family::Gdn, Op::Decode)
 DELTA_OP(kda_decode, Family::Kda, Op::Decode)
 DELTA_OP(gdn_verify, Family::Gdn, Op::Verify)
 DELTA_OP(kda_verify, Family::Kda, Op::Verify)
-OP_TO_COME(gdn_bwd)
-OP_TO_COME(kda_bwd)
-OP_TO_COME(gdn_segment)
-OP_TO_COME(kda_segment)
-OP_TO_COME(segment_merge)
 
 linattn_status linattn_delta_commit(const linattn_delta_commit_args *args) { return commit_op(args, nullptr); }
 linattn_status linattn_delta_commit_workspace(const linattn_delta_commit_args *args, uint64_t *bytes) {

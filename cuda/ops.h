@@ -35,11 +35,11 @@ struct Tensor {
 };
 
 enum class Family : int32_t { Gdn = 0, Kda = 1 };
-enum class Op : int32_t { Fwd = 0, Decode = 1, Verify = 2 };
+enum class Op : int32_t { Fwd = 0, Decode = 1, Verify = 2, Bwd = 3, Segment = 4 };
 enum class Gate : int32_t { None = 0, Softplus = 1, Bounded = 2 };
 enum class BetaForm : int32_t { Weight = 0, Logits = 1, LogitsX2 = 2 };
 
-// Arguments of {gdn,kda}_{fwd,decode,verify}: one recurrence, three ways to use it.
+// Arguments of {gdn,kda}_{fwd,decode,verify} and, in part, of bwd and segment: one recurrence, several ways to use it.
 //   S = exp(g) S;  u = beta (v - S^T k);  S = S + k u^T;  o = scale S^T q
 struct DeltaParams {
     Family family = Family::Gdn;
@@ -79,7 +79,8 @@ struct DeltaParams {
 
 // The op's public name, for messages.
 inline const char *op_name(const DeltaParams &p) {
-    static const char *const names[2][3] = {{"gdn_fwd", "gdn_decode", "gdn_verify"}, {"kda_fwd", "kda_decode", "kda_verify"}};
+    static const char *const names[2][5] = {{"gdn_fwd", "gdn_decode", "gdn_verify", "gdn_bwd", "gdn_segment"},
+                                            {"kda_fwd", "kda_decode", "kda_verify", "kda_bwd", "kda_segment"}};
     return names[static_cast<int>(p.family)][static_cast<int>(p.op)];
 }
 
@@ -98,6 +99,37 @@ struct CommitParams {
     void *stream = nullptr;
 };
 
+// {gdn,kda}_bwd: the forward's inputs (state_in is initial_state, a row per sequence) and the gradient of each.
+struct BwdParams : DeltaParams {
+    Tensor d_o;               // [B,T,HV,V]
+    Tensor d_final_state;     // [N,HV,K,V]; not given: zeros
+    Tensor dq, dk;            // [B,T,H,K], summed over the value heads of a group
+    Tensor dv, dg, dbeta;     // as v, g, beta
+    Tensor d_initial_state;   // [N,HV,K,V]; may not be given
+    Tensor dA_log, ddt_bias;  // as A_log, dt_bias, summed over all tokens; may not be given
+};
+
+// {gdn,kda}_segment: S_out = transition S_in + added; backward, dS_in = transition dS_out + added.
+struct SegmentParams : DeltaParams {
+    bool backward = false;
+    Tensor d_o;         // [B,T,HV,V], backward only
+    Tensor transition;  // [N,HV,K,K]
+    Tensor added;       // [N,HV,K,V]
+};
+
+// segment_merge: states[r] = S; S = M[r] S + h[r], from the first segment to the last; backward from the last to the first.
+struct MergeParams {
+    int64_t R = 0, N = 0, HV = 0, K = 0, V = 0;
+    bool backward = false;
+    Tensor M;              // [R,N,HV,K,K]
+    Tensor h, states;      // [R,N,HV,K,V]
+    Tensor initial_state;  // [N,HV,K,V]; not given: zeros
+    Tensor final_state;    // [N,HV,K,V]; may not be given
+    Tensor workspace;
+    int device = 0;
+    void *stream = nullptr;
+};
+
 // One op of a backend. `workspace` throws Error(Unsupported) where there is no kernel and otherwise returns the bytes of
 // scratch; `run` computes and returns the name of the path taken, such as "cpu/avx512".
 template <class Params>
@@ -109,6 +141,10 @@ struct OpEntry {
 struct Backend {
     OpEntry<DeltaParams> gdn_fwd, kda_fwd, gdn_decode, kda_decode, gdn_verify, kda_verify;
     OpEntry<CommitParams> delta_commit;
+    // Left out by a backend that has none.
+    OpEntry<BwdParams> gdn_bwd{}, kda_bwd{};
+    OpEntry<SegmentParams> gdn_segment{}, kda_segment{};
+    OpEntry<MergeParams> segment_merge{};
 };
 
 // What `checked = True` needs of a GPU: both synchronise the stream.

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import _decode, _fwd, _planned, _verify
+from . import _bwd, _decode, _fwd, _segment, _verify
+from ._bwd import Gradients, gdn_bwd, kda_bwd
 from ._call import Op
 from ._decode import gdn_decode, kda_decode
 from ._fwd import Forward, gdn_fwd, kda_fwd
-from ._planned import (
-    Gradients,
-    Merged,
-    Segment,
-    gdn_bwd,
-    gdn_segment,
-    kda_bwd,
-    kda_segment,
-    segment_merge,
-)
+from ._segment import Merged, Segment, gdn_segment, kda_segment, segment_merge
 from ._verify import Verify, delta_commit, gdn_verify, kda_verify
 
 __all__ = [
@@ -44,10 +36,10 @@ OPS = {
         Entry(gdn_verify, _verify._verify, _verify._GDN_VERIFY),
         Entry(kda_verify, _verify._verify, _verify._KDA_VERIFY),
         Entry(delta_commit, _verify._commit, _verify._DELTA_COMMIT),
-        Entry(gdn_bwd, _planned._bwd, _planned._GDN_BWD),
-        Entry(kda_bwd, _planned._bwd, _planned._KDA_BWD),
-        Entry(gdn_segment, _planned._segment, _planned._GDN_SEGMENT),
-        Entry(kda_segment, _planned._segment, _planned._KDA_SEGMENT),
-        Entry(segment_merge, _planned._merge, _planned._SEGMENT_MERGE),
+        Entry(gdn_bwd, _bwd._bwd, _bwd._GDN_BWD),
+        Entry(kda_bwd, _bwd._bwd, _bwd._KDA_BWD),
+        Entry(gdn_segment, _segment._segment, _segment._GDN_SEGMENT),
+        Entry(kda_segment, _segment._segment, _segment._KDA_SEGMENT),
+        Entry(segment_merge, _segment._merge, _segment._SEGMENT_MERGE),
     )
 }

@@ -19,7 +19,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+from ._reference_bwd import (
+    Gradients,
+    Merged,
+    Segment,
+    gdn_bwd,
+    gdn_segment,
+    kda_bwd,
+    kda_segment,
+    segment_merge,
+)
+from ._reference_inputs import (
+    Array,
+    Inputs,
+    activate_beta,
+    activate_gate,
+    as_float64,
+    as_rows,
+    l2norm,
+    pool_rows,
+    sigmoid,
+    spans_of,
+    token,
+)
+
+__all__ = [
+    "Decode", "Forward", "Gradients", "Merged", "Segment", "Verify", "activate_beta",
+    "activate_gate", "as_float64", "delta_commit", "gdn_bwd", "gdn_decode", "gdn_fwd",
+    "gdn_segment", "gdn_verify", "kda_bwd", "kda_decode", "kda_fwd", "kda_segment", "kda_verify",
+    "l2norm", "segment_merge", "sigmoid",
+]  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -41,150 +70,8 @@ class Verify(NamedTuple):
     kept_g: Array  # [B,T,HV] or [B,T,HV,K]
 
 
-def as_float64(x: Any) -> Array:
-    """A float64 NumPy copy of an array of any library."""
-    if hasattr(x, "detach"):  # torch: NumPy has no bfloat16, so widen there
-        x = x.detach().double().cpu().numpy()
-    elif hasattr(x, "get") and not isinstance(x, np.ndarray):  # CuPy
-        x = x.get()
-    return np.array(x, dtype=np.float64)
-
-
-def _as_rows(x: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return as_float64(x).astype(np.int64)
-
-
-def l2norm(x: Any) -> Array:
-    """x / sqrt(sum x^2 + 1e-6) over the last axis."""
-    x = as_float64(x)
-    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
-
-
-def sigmoid(x: Any) -> Array:
-    """1 / (1 + exp(-x)), without overflow."""
-    return np.exp(-np.logaddexp(0.0, -as_float64(x)))
-
-
-def activate_gate(
-    g: Any,
-    gate: str = "none",
-    A_log: Any = None,
-    dt_bias: Any = None,
-    lower_bound: float | None = None,
-) -> Array:
-    """The log decay of raw gate inputs ``[B,T,HV]`` or ``[B,T,HV,K]``; A_log is ``[HV]``, dt_bias ``[HV]`` or ``[HV,K]``."""
-    g = as_float64(g)
-    if gate == "none":
-        return g
-    x = g if dt_bias is None else g + as_float64(dt_bias)
-    amplitude = np.ones(g.shape[2]) if A_log is None else np.exp(as_float64(A_log))
-    amplitude = amplitude.reshape(-1, *[1] * (g.ndim - 3))  # [HV] or [HV,1]
-    if gate == "softplus":
-        return -amplitude * np.logaddexp(0.0, x)
-    if gate == "bounded" and lower_bound is not None:
-        return lower_bound * sigmoid(amplitude * x)
-    raise ValueError(
-        f"gate must be 'none', 'softplus' or 'bounded' with a lower_bound, got {gate!r}"
-    )
-
-
-def activate_beta(beta: Any, beta_form: str = "weight") -> Array:
-    """The write strength of beta or of its logits."""
-    if beta_form == "weight":
-        return as_float64(beta)
-    if beta_form == "logits":
-        return sigmoid(beta)
-    if beta_form == "logits_x2":
-        return 2.0 * sigmoid(beta)
-    raise ValueError(f"beta_form must be 'weight', 'logits' or 'logits_x2', got {beta_form!r}")
-
-
-def _token(
-    S: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, scale: float
-) -> tuple[Array, Array, Array]:
-    """One token: S [..,K,V]; q, k [..,K]; v [..,V]; decay [..,1] or [..,K]; beta [..]. Returns S, u, o."""
-    S = decay[..., :, None] * S
-    u = beta[..., None] * (v - (k[..., None, :] @ S)[..., 0, :])
-    S = S + k[..., :, None] * u[..., None, :]
-    o = scale * (q[..., None, :] @ S)[..., 0, :]
-    return S, u, o
-
-
-class _Inputs:
-    """The inputs as the recurrence reads them: activated, normalised, q and k repeated per value head."""
-
-    def __init__(
-        self,
-        family: str,
-        q: Any,
-        k: Any,
-        v: Any,
-        g: Any,
-        beta: Any,
-        *,
-        A_log: Any,
-        dt_bias: Any,
-        scale: float | None,
-        lower_bound: float | None,
-        qk_l2norm: bool,
-        gate: str,
-        beta_form: str,
-        heads: Sequence[int] | None,
-    ) -> None:
-        self.q, self.k = (l2norm(x) if qk_l2norm else as_float64(x) for x in (q, k))
-        self.v = as_float64(v)
-        self.g = activate_gate(g, gate, A_log, dt_bias, lower_bound)
-        self.beta = activate_beta(beta, beta_form)
-        self.all_heads = heads is None
-        HV = self.v.shape[2]
-        self.heads = np.arange(HV) if heads is None else np.asarray(heads)
-        self.key_heads = self.heads // (HV // self.q.shape[2])
-        self.scale = self.q.shape[-1] ** -0.5 if scale is None else float(scale)
-        if self.g.ndim != (3 if family == "gdn" else 4):
-            raise ValueError(
-                f"g has {self.g.ndim} axes, {family} takes {3 if family == 'gdn' else 4}"
-            )
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        B, T, _, V = self.v.shape
-        return B, T, len(self.heads), V
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return len(self.heads), self.k.shape[-1], self.v.shape[-1]
-
-    def tokens(
-        self, rows: Sequence[int], starts: Sequence[int], t: int
-    ) -> tuple[Array, Array, Array, Array, Array]:
-        """q, k, v, decay, beta of the t-th token of several sequences, with axes [sequence, head, ..]."""
-        at = (np.asarray(rows), np.asarray(starts) + t)
-        decay = np.exp(self.g[at][:, self.heads])
-        return (
-            self.q[at][:, self.key_heads],
-            self.k[at][:, self.key_heads],
-            self.v[at][:, self.heads],
-            decay if decay.ndim == 3 else decay[..., None],
-            self.beta[at][:, self.heads],
-        )
-
-
-def _spans(B: int, T: int, cu_seqlens: Any) -> list[tuple[int, int, int]]:
-    """(batch row, first token, length) of every sequence."""
-    if cu_seqlens is None:
-        return [(b, 0, T) for b in range(B)]
-    ends = np.clip(_as_rows(cu_seqlens), 0, T)
-    return [(0, int(a), max(0, int(b - a))) for a, b in zip(ends[:-1], ends[1:])]
-
-
-def _pool_rows(indices: Any, N: int, rows: int) -> list[int]:
-    """Row of the pool for each of N sequences, -1 for none."""
-    wanted = np.arange(N) if indices is None else _as_rows(indices)
-    return [int(r) if 0 <= r < rows else -1 for r in wanted]
-
-
 def _scan(
-    x: _Inputs,
+    x: Inputs,
     spans: list[tuple[int, int, int]],
     start: list[Array],
     live: list[int],
@@ -200,7 +87,7 @@ def _scan(
         S = np.stack([start[n] for n in group])
         for t in range(length):
             q, k, v, decay, beta = x.tokens(rows, starts, t)
-            S, _, out = _token(S, q, k, v, decay, beta, x.scale)
+            S, _, out = token(S, q, k, v, decay, beta, x.scale)
             o[rows, np.asarray(starts) + t] = out
             if every and (t + 1) % every == 0:
                 marks.update({(n, t // every): S[i].copy() for i, n in enumerate(group)})
@@ -234,13 +121,13 @@ def _fwd(
     heads: Sequence[int] | None = None,
     sequences: Sequence[int] | None = None,
 ) -> Forward:
-    x = _Inputs(
+    x = Inputs(
         family, q, k, v, g, beta,
         A_log=A_log, dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
         qk_l2norm=qk_l2norm, gate=gate, beta_form=beta_form, heads=heads,
     )  # fmt: skip
     B, T = x.v.shape[:2]
-    spans = _spans(B, T, cu_seqlens)
+    spans = spans_of(B, T, cu_seqlens)
     N = len(spans)
     pool = None if initial_state is None else as_float64(initial_state)[:, x.heads]
     in_place = final_state is not None and final_state is initial_state
@@ -252,8 +139,8 @@ def _fwd(
         else as_float64(final_state)[:, x.heads]
     )
 
-    read = list(range(N)) if pool is None else _pool_rows(read_indices, N, len(pool))
-    write = _pool_rows(write_indices, N, len(result))
+    read = list(range(N)) if pool is None else pool_rows(read_indices, N, len(pool))
+    write = pool_rows(write_indices, N, len(result))
     start = [np.zeros(x.state_shape) if pool is None else pool[row] for row in read]
     wanted = range(N) if sequences is None else sequences
     live = [
@@ -275,7 +162,7 @@ def _fwd(
             if checkpoints is None
             else as_float64(checkpoints)[:, x.heads]
         )
-        table = None if checkpoint_indices is None else _as_rows(checkpoint_indices)
+        table = None if checkpoint_indices is None else as_rows(checkpoint_indices)
         for (n, m), S in marks.items():
             named = -1 if table is None or m >= table.shape[1] else table[n, m]
             row = first[n] + m if table is None else named
@@ -332,7 +219,7 @@ def _verify(
     beta_form: str = "weight",
     heads: Sequence[int] | None = None,
 ) -> Verify:
-    x = _Inputs(
+    x = Inputs(
         family, q, k, v, g, beta,
         A_log=A_log, dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
         qk_l2norm=qk_l2norm, gate=gate, beta_form=beta_form, heads=heads,
@@ -340,9 +227,9 @@ def _verify(
     B, T = x.v.shape[:2]
     pool = as_float64(state)[:, x.heads]
     result = pool.copy()
-    read = _pool_rows(read_indices, B, len(pool))
-    follows = np.tile(np.arange(T) - 1, (B, 1)) if parents is None else _as_rows(parents)
-    write = np.full((B, T), -1) if write_indices is None else _as_rows(write_indices)
+    read = pool_rows(read_indices, B, len(pool))
+    follows = np.tile(np.arange(T) - 1, (B, 1)) if parents is None else as_rows(parents)
+    write = np.full((B, T), -1) if write_indices is None else as_rows(write_indices)
     o, kept_u = np.zeros(x.out_shape), np.zeros(x.out_shape)
     for n in range(B):
         if read[n] < 0:
@@ -351,7 +238,7 @@ def _verify(
         for t in range(T):
             before = pool[read[n]] if follows[n, t] < 0 else after[follows[n, t]]
             q_t, k_t, v_t, decay, beta_t = x.tokens([n], [0], t)
-            S, u, out = _token(before[None], q_t, k_t, v_t, decay, beta_t, x.scale)
+            S, u, out = token(before[None], q_t, k_t, v_t, decay, beta_t, x.scale)
             after.append(S[0])
             o[n, t], kept_u[n, t] = out[0], u[0]
             if 0 <= write[n, t] < len(result):
@@ -386,10 +273,10 @@ def delta_commit(
     N, T, HV = u.shape[:3]
     k = np.repeat(k, HV // k.shape[2], axis=2)
     decay = np.exp(g if g.ndim == 4 else g[..., None])
-    counts = np.clip(_as_rows(accepted), 0, T)
-    order = np.tile(np.arange(T), (N, 1)) if path is None else _as_rows(path)
-    read = _pool_rows(read_indices, N, len(pool))
-    write = _pool_rows(read_indices if write_indices is None else write_indices, N, len(pool))
+    counts = np.clip(as_rows(accepted), 0, T)
+    order = np.tile(np.arange(T), (N, 1)) if path is None else as_rows(path)
+    read = pool_rows(read_indices, N, len(pool))
+    write = pool_rows(read_indices if write_indices is None else write_indices, N, len(pool))
     result = pool.copy()
     for n in range(N):
         if read[n] < 0:

@@ -36,9 +36,10 @@ class ManagedVersioned(ctypes.Structure):
 
 
 DESTRUCTOR = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, DESTRUCTOR]
+# A prototype of its own: JAX sets the argument types of ctypes.pythonapi.PyCapsule_New for the whole process.
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, DESTRUCTOR)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 CODES = {"i": 0, "u": 1, "f": 2}
 _lent = {}  # address of a capsule -> what it points to
 

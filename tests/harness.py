@@ -91,6 +91,8 @@ POSITIONAL = {
     "gdn_decode": [*DELTA, "state"], "kda_decode": [*DELTA, "state"],
     "gdn_verify": [*DELTA, "state"], "kda_verify": [*DELTA, "state"],
     "delta_commit": ["state", "k", "u", "g", "accepted"],
+    "gdn_bwd": [*DELTA, "d_o"], "kda_bwd": [*DELTA, "d_o"],
+    "gdn_segment": DELTA, "kda_segment": DELTA, "segment_merge": ["M", "h"],
 }  # fmt: skip
 
 
@@ -148,6 +150,7 @@ def forward(device, case, inputs=None, outputs=None, layouts=None, **options):
 
 PYTHON_OPTIONS_OF_REFERENCE = (
     "scale", "lower_bound", "qk_l2norm", "gate", "beta_form", "checkpoint_every", "heads", "sequences",
+    "direction",
 )  # fmt: skip
 
 

@@ -17,9 +17,10 @@ STATUS = {
     lib.LINATTN_ERR_UNSUPPORTED: "unsupported", lib.LINATTN_ERR_RUNTIME: "runtime",
 }  # fmt: skip
 OPS = ["gdn_fwd", "kda_fwd", "gdn_decode", "kda_decode", "gdn_verify", "kda_verify", "delta_commit"]
-OPS_TO_COME = ["gdn_bwd", "kda_bwd", "gdn_segment", "kda_segment", "segment_merge"]
-# R, S, W and the rows of pools are whatever the caller has
-SIZES = dict(T=7, H=2, HV=4, K=16, V=32, N=3, P=6, F=5, C=4, M=2, S=8, W=4096)
+# on the CPU alone so far
+BACKWARD_OPS = ["gdn_bwd", "kda_bwd", "gdn_segment", "kda_segment", "segment_merge"]
+# S, W and the rows of pools are whatever the caller has
+SIZES = dict(T=7, H=2, HV=4, K=16, V=32, N=3, P=6, F=5, C=4, M=2, S=8, W=4096, R=2)
 DEVICES = {"cuda": lib.LINATTN_CUDA, "cpu": lib.LINATTN_CPU}
 
 
@@ -52,6 +53,8 @@ QUIET = (
     "saved",
     "A_log",
     "dt_bias",
+    "dA_log",
+    "ddt_bias",
 )  # not given in a right call that neither saves nor activates gates
 
 
@@ -75,7 +78,7 @@ def good_values(name, sizes):
     }.get(name)
 
 
-SCALARS = {"scale": 0.25, "checkpoint_every": 64}
+SCALARS = {"scale": 0.25, "checkpoint_every": 64, "direction": lib.LINATTN_BACKWARD}
 
 
 class RawCall:

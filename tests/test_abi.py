@@ -11,7 +11,7 @@ import header
 import pytest
 from arrays import CPU
 from harness import check
-from raw import OPS, OPS_TO_COME, RawCall
+from raw import BACKWARD_OPS, OPS, RawCall
 
 import pylinattn
 from pylinattn._lib import ffi, lib
@@ -26,10 +26,10 @@ needs_repository = pytest.mark.skipif(not IN_REPOSITORY, reason="no source tree 
 
 def test_every_declared_op_is_known_here():
     check(
-        header.declared_ops() == sorted(OPS + OPS_TO_COME),
+        header.declared_ops() == sorted(OPS + BACKWARD_OPS),
         "tests/raw.py does not list the ops of linattn.h",
     )
-    check(set(header.ops()) == set(OPS + OPS_TO_COME), "an op of linattn.h has no args struct")
+    check(set(header.ops()) == set(OPS + BACKWARD_OPS), "an op of linattn.h has no args struct")
 
 
 @needs_repository
@@ -43,7 +43,7 @@ def test_installed_header_is_the_source():
     )
 
 
-@pytest.mark.parametrize("op", OPS + OPS_TO_COME)
+@pytest.mark.parametrize("op", OPS + BACKWARD_OPS)
 def test_cdef_has_the_fields_of_the_header(op):
     fields = [name for name, _ in ffi.typeof(f"linattn_{op}_args").fields]
     check(
@@ -58,7 +58,7 @@ def test_cdef_has_the_fields_of_the_header(op):
 
 def test_struct_sizes_follow_from_the_fields():
     check(ffi.sizeof("linattn_tensor") == 8 + 5 * 8 + 5 * 8 + 6 * 4, "linattn_tensor is padded")
-    for op in OPS + OPS_TO_COME:
+    for op in OPS + BACKWARD_OPS:
         size = {"linattn_tensor": 112, "double": 8, "int32_t": 4, "void *": 8}
         expected = 8 + sum(size[f.ctype] for f in header.ops()[op])
         check(
@@ -67,7 +67,7 @@ def test_struct_sizes_follow_from_the_fields():
         )
 
 
-@pytest.mark.parametrize("op", OPS + OPS_TO_COME)
+@pytest.mark.parametrize("op", OPS + BACKWARD_OPS)
 def test_signature_is_the_struct(op):
     """Same names, same order; optional in C is None in Python; q, k, v, g, beta (state) positional, all else by keyword."""
     names, extra = header.python_parameters(op)
@@ -94,7 +94,7 @@ def test_signature_is_the_struct(op):
             check(parameter.default is None, f"{op}: {field.name} must default to None")
 
 
-@pytest.mark.parametrize("op", OPS + OPS_TO_COME)
+@pytest.mark.parametrize("op", OPS + BACKWARD_OPS)
 def test_docstring_carries_shapes_and_dtypes(op):
     doc = inspect.getdoc(getattr(pylinattn, op))
     for field in header.ops()[op]:
@@ -145,10 +145,11 @@ def claims(cell, op):
 @needs_repository
 def test_readme_support_table_is_what_the_library_answers(device):
     table = readme_table()
-    check(set(table) == set(OPS + OPS_TO_COME), f"README's table has the ops {sorted(table)}")
+    check(set(table) == set(OPS + BACKWARD_OPS), f"README's table has the ops {sorted(table)}")
     for op, row in table.items():
         cell = row["cpu" if device.kind == "cpu" else "cuda"]
-        check((cell == "-") == (op in OPS_TO_COME), f"README says {cell!r} of {op}")
+        missing = device.kind == "cuda" and op in BACKWARD_OPS
+        check((cell == "-") == missing, f"README says {cell!r} of {op}")
         for dtype, K, V, answer in claims(cell, op):
             support = pylinattn.supports(op, device=device.kind, dtype=dtype, K=K, V=V)
             check(bool(support) == answer, f"README on {op} {dtype} K={K} V={V}: {support!r}")
@@ -246,24 +247,11 @@ def test_versions_and_devices():
     check(lib.linattn_device_query(0, ffi.NULL) == lib.LINATTN_ERR_VALUE, "a NULL info was taken")
 
 
-@pytest.mark.parametrize("op", OPS_TO_COME)
-def test_ops_to_come_are_unsupported(op):
-    args = ffi.new(f"linattn_{op}_args *")
-    call = getattr(lib, f"linattn_{op}")
-    check(
-        call(ffi.cast("const char *", args)) == lib.LINATTN_ERR_VALUE,
-        f"{op}: a wrong size was taken",
-    )
-    args.size = ffi.sizeof(f"linattn_{op}_args")
-    check(
-        call(ffi.cast("const char *", args)) == lib.LINATTN_ERR_UNSUPPORTED,
-        f"{op} does not say unsupported",
-    )
-    check(op.encode() in ffi.string(lib.linattn_last_error()), "the sentence does not name the op")
-    check(
-        not pylinattn.supports(op, device="cpu", dtype="f32", K=64, V=64),
-        f"supports says yes to {op}",
-    )
+@pytest.mark.parametrize("op", BACKWARD_OPS)
+def test_ops_without_a_gpu_kernel_are_unsupported_there(op):
+    support = pylinattn.supports(op, device="cuda", dtype="bf16", K=64, V=64)
+    check(not support and support.reason, f"supports says yes to {op} on a GPU")
+    check(op in support.reason, f"the reason does not name {op}: {support.reason}")
 
 
 def test_supports():
@@ -272,10 +260,10 @@ def test_supports():
         ("f64", 256, 1, True),
         ("bf16", 128, 128, True),
     ):
-        for op in OPS:
+        for op in OPS + BACKWARD_OPS:
             support = pylinattn.supports(op, device="cpu", dtype=dtype, K=K, V=V)
             check(bool(support) == answer, f"{op} {dtype} {K} {V}")
-    for op in OPS:
+    for op in OPS + BACKWARD_OPS:
         support = pylinattn.supports(op, device="cpu", dtype="f32", K=257, V=64)
         check(not support and "257" in support.reason, f"{op}: K = 257 is {support}")
         check(op in support.reason, f"the reason does not name {op}: {support.reason}")
@@ -283,7 +271,7 @@ def test_supports():
         pylinattn.supports("no_such_op", device="cpu", dtype="f32", K=64, V=64)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + BACKWARD_OPS)
 def test_null_struct_and_wrong_size(op):
     call = getattr(lib, f"linattn_{op}")
     check(call(ffi.NULL) == lib.LINATTN_ERR_VALUE, "NULL was taken")

@@ -1,5 +1,6 @@
 // The CPU backend's table: which op there is, for what sizes, and under which name it runs.
 #include "../error.h"
+#include "bwd.h"
 #include "delta.h"
 #include "kernels.h"
 
@@ -40,6 +41,25 @@ uint64_t commit_workspace(const CommitParams &p) {
     return 0;
 }
 
+uint64_t merge_workspace(const MergeParams &p) {
+    check_head("segment_merge", p.K, p.V);
+    return 0;
+}
+
+// bwd and segment take what the recurrence takes.
+template <class Params>
+uint64_t recurrence_workspace(const Params &p) {
+    return delta_workspace(p);
+}
+
+// Double where the first array is, else float.
+template <class Params>
+const char *run_as(void (*in_float)(const Params &), void (*in_double)(const Params &), DType dtype, const Params &p) {
+    const char *name = path();
+    (dtype == DType::F64 ? in_double : in_float)(p);
+    return name;
+}
+
 }  // namespace
 
 const char *gdn_fwd(const DeltaParams &p) { return run(p); }
@@ -58,11 +78,26 @@ const char *delta_commit(const CommitParams &p) {
     return name;
 }
 
+const char *gdn_bwd(const BwdParams &p) { return run_as(run_bwd<float>, run_bwd<double>, p.q.dtype, p); }
+const char *kda_bwd(const BwdParams &p) { return gdn_bwd(p); }
+const char *gdn_segment(const SegmentParams &p) { return run_as(run_segment<float>, run_segment<double>, p.q.dtype, p); }
+const char *kda_segment(const SegmentParams &p) { return gdn_segment(p); }
+const char *segment_merge(const MergeParams &p) { return run_as(run_merge<float>, run_merge<double>, p.M.dtype, p); }
+
 const Backend &backend() {
     static constexpr Backend table = {
-        {delta_workspace, gdn_fwd},       {delta_workspace, kda_fwd},    {delta_workspace, gdn_decode},
-        {delta_workspace, kda_decode},    {delta_workspace, gdn_verify}, {delta_workspace, kda_verify},
+        {delta_workspace, gdn_fwd},
+        {delta_workspace, kda_fwd},
+        {delta_workspace, gdn_decode},
+        {delta_workspace, kda_decode},
+        {delta_workspace, gdn_verify},
+        {delta_workspace, kda_verify},
         {commit_workspace, delta_commit},
+        {recurrence_workspace<BwdParams>, gdn_bwd},
+        {recurrence_workspace<BwdParams>, kda_bwd},
+        {recurrence_workspace<SegmentParams>, gdn_segment},
+        {recurrence_workspace<SegmentParams>, kda_segment},
+        {merge_workspace, segment_merge},
     };
     return table;
 }
