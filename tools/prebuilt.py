@@ -45,6 +45,7 @@ def compile_library(tree: Path, build: Path) -> Path:
         "-B",
         build,
         "-DLINATTN_FROM=SOURCE",
+        "-DLINATTN_WERROR=ON",  # as CI has it: nvcc keeps the options that it passes on in the file
         f"-DPython_EXECUTABLE={sys.executable}",
     )
     run("cmake", "--build", build)
@@ -71,7 +72,8 @@ def toolchain(build: Path, library: Path) -> dict[str, str]:
     cxx = next(line.split("=", 1)[1] for line in cache if line.startswith("CMAKE_CXX_COMPILER:"))
     return {
         "build_info": loaded.linattn_build_info().decode(),
-        "cxx": run(cxx, "--version").splitlines()[0],
+        # "c++ (Debian 12.2.0-14) 12.2.0" without the name it was called by
+        "cxx": run(cxx, "--version").splitlines()[0].partition(" ")[2],
         "linker": run(cxx, "-Wl,--version").splitlines()[0],
     }
 
