@@ -27,7 +27,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import pylinattn
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = 8.0  # gdn_fwd at B 1, T 2048, 16/32 heads, K = V = 128, fp32, 2 threads
+TARGET = 8.0  # a plain gdn_fwd at B 1, T 2048, 16/32 heads, K = V = 128, fp32, 2 threads
 
 
 def cpu_name() -> str:
@@ -154,8 +154,9 @@ def main() -> None:
             f"{r['op']:<12}{r['case']:<40}{r['ms']:>10.3f}{r['peer_ms']:>11.3f}{r['ratio']:>8.1f}"
             f"{r['err_o']:>10.1e}{r['err_state']:>11.1e}"
         )
-    verdict = "met" if rows[0]["ratio"] >= TARGET else "missed"
-    print(f"target for the first row: {TARGET:.0f} times the peer's speed, {verdict}")
+    plain = next(r for r in rows if r["case"].endswith("allocated"))
+    verdict = "met" if plain["ratio"] >= TARGET else "missed"
+    print(f"target for the plain call, outputs allocated: {TARGET:.0f} times the peer, {verdict}")
 
 
 if __name__ == "__main__":
