@@ -69,8 +69,7 @@ def inputs(B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, torch.T
 def row(name: str, sizes: dict[str, int], repeats: int, given: bool = True) -> dict[str, Any]:
     """Times one case; `name` is gdn_fwd, or gdn_decode for one token per sequence.
 
-    given: gdn_fwd writes into buffers of the caller, as in a loop over layers or steps. Allocated ones are new pages each time,
-    which costs as much as writing them.
+    given: gdn_fwd writes into buffers of the caller, as in a loop over layers or steps; otherwise it allocates its outputs.
     """
     x = inputs(**sizes)
     r = sizes["HV"] // sizes["H"]

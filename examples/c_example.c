@@ -18,12 +18,9 @@ int main(void) {
         for (int j = 0; j < V; ++j) v[t][j] = sin(5 * t + j);
         g[t] = -0.1 * t, beta[t] = 0.5;
     }
-    linattn_gdn_fwd_args args = {0}; /* what is left zero is not given */
-    args.size = sizeof args;
+    linattn_gdn_fwd_args args = {.size = sizeof args, .scale = 1}; /* what is left zero is not given */
     args.q = tensor(q, 4, 1, K), args.k = tensor(k, 4, 1, K), args.v = tensor(v, 4, 1, V);
-    args.g = tensor(g, 3, 1, 1), args.beta = tensor(beta, 3, 1, 1);
-    args.o = tensor(o, 4, 1, V);
-    args.scale = 1;
+    args.g = tensor(g, 3, 1, 1), args.beta = tensor(beta, 3, 1, 1), args.o = tensor(o, 4, 1, V);
     if (linattn_gdn_fwd(&args) != LINATTN_OK) return fprintf(stderr, "%s\n", linattn_last_error()), 1;
     for (int t = 0; t < T; ++t)
         for (int j = 0; j < V; ++j) { /* S = exp(g) S;  u = beta (v - S'k);  S = S + k u';  o = S'q */

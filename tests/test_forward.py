@@ -16,6 +16,7 @@ from harness import (
     forward_call,
 )
 
+import pylinattn
 from pylinattn import reference
 
 FAMILIES = ["gdn", "kda"]
@@ -199,3 +200,23 @@ def test_checked_takes_good_input_and_refuses_growth(device):
     with pytest.raises(ValueError, match=r"\bg\b"):
         call()
     call.check_nothing_written()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize("g", [0.0, -1e-3, -0.7, -3.0, -11.5, -40.0])
+def test_one_decay_for_all_channels(dtype, size, g):
+    """KDA with one decay per token is GDN, and v of any size scales o and the state; on the CPU, whose GDN keeps S / decay."""
+    rng = np.random.default_rng(3)
+    T, K = 150, 32
+    real = np.float32 if dtype == "f32" else np.float64
+    q, k = (rng.standard_normal((1, T, 1, K)) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v, beta = rng.standard_normal((1, T, 1, K)) * size, rng.random((1, T, 1))
+    gates = np.full((1, T, 1), g) * rng.uniform(0.5, 1.5, (1, T, 1))
+    inputs = [x.astype(real) for x in (q, k, v, gates, beta)]
+    wide = [*inputs[:3], np.repeat(inputs[3][..., None], K, axis=-1), inputs[4]]
+    narrow = pylinattn.gdn_fwd(*inputs, output_final_state=True)
+    for got, want in zip(narrow, pylinattn.kda_fwd(*wide, output_final_state=True)):
+        error = np.linalg.norm((got - want) / size) / np.linalg.norm(want / size)
+        check(error < (1e-5 if dtype == "f32" else 1e-10), f"relative error {error}")

@@ -340,6 +340,21 @@ def test_torch_outputs_are_torch(plain):
     check(not base[:, :, :2].any() and not base[:, :, 4:].any(), "written beside a sliced output")
 
 
+def test_big_torch_outputs():
+    """Above 4 MiB the memory of a new output is advised to be huge pages; the numbers are the same."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, 700, 4, 8), np.float32) for _ in range(2))
+    v, beta = (
+        rng.standard_normal((1, 700, 16, 128), np.float32),
+        rng.random((1, 700, 16), np.float32),
+    )
+    inputs = (q, k, v, -beta, beta)
+    o = pylinattn.gdn_fwd(*map(torch.from_numpy, inputs), qk_l2norm=True)[0]
+    assert o.nbytes > 1 << 22
+    np.testing.assert_array_equal(o.numpy(), pylinattn.gdn_fwd(*inputs, qk_l2norm=True)[0])
+
+
 def test_torch_tensors_that_are_refused(plain):
     torch, inputs = torch_inputs()
     with pytest.raises(TypeError, match=r"\bq\b.*grad"):

@@ -6,7 +6,13 @@
 //
 //   y = S^T (d k);   z = S^T (d q);   u = beta (v - y);   o = scale (z + (q.k) u);   S = d S + k u^T
 //
-// and that pass yields y and z of the token that follows. A task is one (sequence, value head), or a group of its column
+// and that pass yields y and z of the token that follows. gdn_fwd leaves the decay, one number per token, out of the pass, where
+// it would be the fourth operation beside three: S is kept as S / fade, fade being the product of the decays since S was last
+// written as it is, which is done before fade gets too small:
+//
+//   fade = d fade;   y = fade S^T k;   z = fade S^T q;   u = beta (v - y);   o = scale (z + (q.k) u);   S = S + k (u / fade)^T
+//
+// (Not for decode, verify and commit, which agree in bits.) A task is one (sequence, value head), or a group of its column
 // blocks, which never meet. It takes up to kChunk tokens at a time:
 //   prepare    q, k, d, d k, d q, beta, q.k of each token, converted, normalised and activated
 //   run_block  for each block of columns, in the first cache: the tokens one by one, then o
@@ -59,6 +65,7 @@ class Delta {
         : p_(p),
           kernel_(kernels<Real>(detect_isa())),
           tree_(p.op == Op::Verify && p.parents),
+          lazy_(p.op == Op::Fwd && p.family == Family::Gdn),
           schedule_(p.N, p.HV, p.V, kCols<Real>, double(p.B) * p.T * p.HV * p.K * p.V,
                     double(p.N) * p.HV * p.K * p.V *
                         (dtype_bytes(p.state_in.dtype) + (p.op == Op::Verify ? 0 : dtype_bytes(p.state_out.dtype)))),
@@ -105,10 +112,13 @@ class Delta {
             return;
         }
         const GateOptions<Real> gate = gate_options<Real>(p_, head, rows.bias, p_.family == Family::Kda ? p_.K : chunk_);
+        Real fade = 1;
         for (int64_t t = 0; t < sequence.length;) {
             const int64_t until_checkpoint = p_.checkpoint_every > 0 ? p_.checkpoint_every - t % p_.checkpoint_every : chunk_;
             const int64_t size = std::min({chunk_, sequence.length - t, until_checkpoint});
-            prepare_rows(p_, kernel_, gate, {sequence.b, sequence.first + t, size, head}, first_block == 0, rows);
+            const int64_t checkpoint = checkpoint_row(sequence, t + size);
+            prepare_rows(p_, kernel_, gate, {sequence.b, sequence.first + t, size, head}, first_block == 0, lazy_, rows);
+            if (lazy_) plan_fades(rows, size, checkpoint >= 0 || (t + size == sequence.length && write >= 0), fade);
             for (int64_t block = first_block; block < end_block; ++block) {
                 const int64_t col = block * kCols<Real>, cols = std::min(kCols<Real>, p_.V - col);
                 Real *slot = rows.states + (slots_ > 1 && !tree_ ? block - first_block : 0) * p_.K * kCols<Real>;
@@ -116,11 +126,22 @@ class Delta {
                 if (t == 0 && p_.state_in) at.initial = StateView<Real>(p_.state_in, read, head, col, p_.K, cols);
                 if (t + size == sequence.length && write >= 0)
                     at.final = StateView<Real>(p_.state_out, write, head, col, p_.K, cols);
-                if (const int64_t row = checkpoint_row(sequence, t + size); row >= 0)
-                    at.checkpoint = StateView<Real>(p_.checkpoints, row, head, col, p_.K, cols);
+                if (checkpoint >= 0) at.checkpoint = StateView<Real>(p_.checkpoints, checkpoint, head, col, p_.K, cols);
                 tree_ ? run_tree(at, rows) : run_chain(at, rows);
             }
             t += size;
+        }
+    }
+
+    // Fills fade of each token, with its own decay, and renews: the state after it is written as it is, and fade starts from 1.
+    void plan_fades(const Rows &rows, int64_t size, bool renew_last, Real &fade) const {
+        constexpr Real kLeast = Real(1) / 65536;  // not less, so that u / fade stays in range with u near the largest float
+        for (int64_t i = 0; i < size; ++i) {
+            rows.fade[i] = fade *= rows.gates[i];
+            rows.renews[i] = fade < kLeast || (renew_last && i + 1 == size);
+            if (!rows.renews[i]) continue;
+            std::fill_n(rows.decay + i * p_.K, p_.K, fade);
+            fade = 1;
         }
     }
 
@@ -156,21 +177,28 @@ class Delta {
         return {slot, kCols<Real>};
     }
 
+    const Real *decayed_k(const Rows &rows, int64_t i) const { return (lazy_ ? rows.k : rows.decayed_k) + i * p_.K; }
+
     void dots(const Rows &rows, State S, int64_t i) const {
-        kernel_.dots(S.at, S.ld, rows.decayed_k + i * p_.K, rows.decayed_q + i * p_.K, rows.y, rows.z, p_.K);
+        kernel_.dots(S.at, S.ld, decayed_k(rows, i), rows.decayed_q + i * p_.K, rows.y, rows.z, p_.K);
     }
     // u and o of token i from y and z.
     void emit(const Rows &rows, int64_t i) const {
         constexpr int64_t ld = kCols<Real>;
         kernel_.emit(rows.u + i * ld, rows.o + i * ld, rows.u + i * ld, rows.y, rows.z, rows.beta[i], rows.qk[i],
-                     static_cast<Real>(p_.scale));
+                     static_cast<Real>(p_.scale), lazy_ ? rows.fade[i] : Real(1),
+                     lazy_ && !rows.renews[i] ? 1 / rows.fade[i] : Real(1));
     }
     // The state after token i, and y and z of token i + 1 if that follows it.
     void advance(const Rows &rows, State S, Real *S_out, int64_t ld_out, int64_t i, bool follows) const {
         const int64_t K = p_.K;
-        kernel_.advance(S.at, S.ld, S_out, ld_out, rows.decay + i * K, rows.k + i * K, rows.u + i * kCols<Real>,
-                        follows ? rows.decayed_k + (i + 1) * K : rows.zeros,
-                        follows ? rows.decayed_q + (i + 1) * K : rows.zeros, rows.y, rows.z, K);
+        const Real *k = rows.k + i * K, *u = rows.u + i * kCols<Real>;
+        const Real *next_k = follows ? decayed_k(rows, i + 1) : rows.zeros;
+        const Real *next_q = follows ? rows.decayed_q + (i + 1) * K : rows.zeros;
+        if (lazy_ && !rows.renews[i])
+            kernel_.grow(S.at, S.ld, S_out, ld_out, k, u, next_k, next_q, rows.y, rows.z, K);
+        else
+            kernel_.advance(S.at, S.ld, S_out, ld_out, rows.decay + i * K, k, u, next_k, next_q, rows.y, rows.z, K);
     }
 
     void run_chain(const Block &at, const Rows &rows) const {
@@ -267,7 +295,7 @@ class Delta {
 
     const DeltaParams &p_;
     const Kernels<Real> &kernel_;
-    const bool tree_;
+    const bool tree_, lazy_;
     const Schedule schedule_;
     const int64_t chunk_, slots_;
     const std::vector<int64_t> checkpoint_starts_;

@@ -49,6 +49,7 @@ LINATTN_INLINE void unit_rows(Real *x, int64_t ld, int64_t rows, int64_t cols) {
 template <class Real, int kBytes>
 LINATTN_INLINE Real fold_row(Real *decayed_k, Real *decayed_q, const Real *decay, const Real *k, const Real *q, int64_t K) {
     const Real qk = dot<Real, kBytes>(q, k, K);
+    if (!decay) return qk;
     for (int64_t i = 0; i < K; ++i) {
         decayed_k[i] = decay[i] * k[i];
         decayed_q[i] = decay[i] * q[i];
@@ -79,7 +80,7 @@ LINATTN_INLINE void dots_block(const Real *S, int64_t ld, const Real *decayed_k,
     }
 }
 
-template <class Real, int kBytes, int kVecs>
+template <class Real, int kBytes, int kVecs, bool kDecays>
 LINATTN_INLINE void advance_block(const Real *S, int64_t ld, Real *S_out, int64_t ld_out, const Real *decay, const Real *k,
                                   const Real *u, const Real *next_decayed_k, const Real *next_decayed_q, Real *y, Real *z,
                                   int64_t K) {
@@ -90,10 +91,11 @@ LINATTN_INLINE void advance_block(const Real *S, int64_t ld, Real *S_out, int64_
         Vec u_c[kVecs], y_sum[kVecs] = {}, z_sum[kVecs] = {};
         for (int n = 0; n < kVecs; ++n) u_c[n] = *reinterpret_cast<const Unaligned *>(u + c + n * L::kCount);
         for (int64_t i = 0; i < K; ++i) {
-            const Real decay_i = decay[i], k_i = k[i], next_k_i = next_decayed_k[i], next_q_i = next_decayed_q[i];
+            const Real decay_i = kDecays ? decay[i] : Real(1), k_i = k[i], next_k_i = next_decayed_k[i],
+                       next_q_i = next_decayed_q[i];
             for (int n = 0; n < kVecs; ++n) {
                 const Vec before = *reinterpret_cast<const Unaligned *>(S + i * ld + c + n * L::kCount);
-                const Vec s = decay_i * before + k_i * u_c[n];
+                const Vec s = (kDecays ? decay_i * before : before) + k_i * u_c[n];
                 *reinterpret_cast<Unaligned *>(S_out + i * ld_out + c + n * L::kCount) = s;
                 y_sum[n] += next_k_i * s;
                 z_sum[n] += next_q_i * s;
@@ -107,47 +109,53 @@ LINATTN_INLINE void advance_block(const Real *S, int64_t ld, Real *S_out, int64_
 }
 
 template <class Real>
-LINATTN_INLINE void emit_row(Real *u, Real *o, const Real *v, const Real *y, const Real *z, Real beta, Real qk, Real scale) {
+LINATTN_INLINE void emit_row(Real *u, Real *o, const Real *v, const Real *y, const Real *z, Real beta, Real qk, Real scale,
+                             Real fade, Real u_scale) {
     for (int64_t c = 0; c < kCols<Real>; ++c) {
-        const Real u_c = beta * (v[c] - y[c]);
-        u[c] = u_c;
-        o[c] = scale * (z[c] + qk * u_c);
+        const Real u_c = beta * (v[c] - fade * y[c]);
+        u[c] = u_c * u_scale;
+        o[c] = scale * (fade * z[c] + qk * u_c);
     }
 }
 
 // One set: `attributes` select the instructions, `bytes` is the register width, `vecs` the registers of columns per pass.
-#define LINATTN_KERNELS(name, Real, attributes, bytes, vecs)                                                              \
-    namespace name {                                                                                                      \
-    attributes void load(Real *dst, int64_t ld, const char *src, DType dtype, int64_t row_stride, int64_t col_stride,     \
-                         int64_t rows, int64_t cols) {                                                                    \
-        load_rows<Real>(dst, ld, src, dtype, row_stride, col_stride, rows, cols);                                         \
-    }                                                                                                                     \
-    attributes void store(char *dst, DType dtype, int64_t row_stride, int64_t col_stride, const Real *src, int64_t ld,    \
-                          int64_t rows, int64_t cols) {                                                                   \
-        store_rows<Real>(dst, dtype, row_stride, col_stride, src, ld, rows, cols);                                        \
-    }                                                                                                                     \
-    attributes void unit(Real *x, int64_t ld, int64_t rows, int64_t cols) { unit_rows<Real, bytes>(x, ld, rows, cols); }  \
-    attributes void gate(Real *g, const Real *bias, int64_t n, Gate form, Real amplitude, Real lower_bound) {             \
-        gate_row<Real>(g, bias, n, form, amplitude, lower_bound);                                                         \
-    }                                                                                                                     \
-    attributes void beta(Real *x, int64_t n, BetaForm form) { beta_row<Real>(x, n, form); }                               \
-    attributes void exp(Real *x, int64_t n) { exp_row<Real>(x, n); }                                                      \
-    attributes Real fold(Real *decayed_k, Real *decayed_q, const Real *decay, const Real *k, const Real *q, int64_t K) {  \
-        return fold_row<Real, bytes>(decayed_k, decayed_q, decay, k, q, K);                                               \
-    }                                                                                                                     \
-    attributes void dots(const Real *S, int64_t ld, const Real *decayed_k, const Real *decayed_q, Real *y, Real *z,       \
-                         int64_t K) {                                                                                     \
-        dots_block<Real, bytes, vecs>(S, ld, decayed_k, decayed_q, y, z, K);                                              \
-    }                                                                                                                     \
-    attributes void emit(Real *u, Real *o, const Real *v, const Real *y, const Real *z, Real beta, Real qk, Real scale) { \
-        emit_row<Real>(u, o, v, y, z, beta, qk, scale);                                                                   \
-    }                                                                                                                     \
-    attributes void advance(const Real *S, int64_t ld, Real *S_out, int64_t ld_out, const Real *decay, const Real *k,     \
-                            const Real *u, const Real *next_decayed_k, const Real *next_decayed_q, Real *y, Real *z,      \
-                            int64_t K) {                                                                                  \
-        advance_block<Real, bytes, vecs>(S, ld, S_out, ld_out, decay, k, u, next_decayed_k, next_decayed_q, y, z, K);     \
-    }                                                                                                                     \
-    constexpr Kernels<Real> set = {load, store, unit, gate, beta, exp, fold, dots, emit, advance};                        \
+#define LINATTN_KERNELS(name, Real, attributes, bytes, vecs)                                                                \
+    namespace name {                                                                                                        \
+    attributes void load(Real *dst, int64_t ld, const char *src, DType dtype, int64_t row_stride, int64_t col_stride,       \
+                         int64_t rows, int64_t cols) {                                                                      \
+        load_rows<Real>(dst, ld, src, dtype, row_stride, col_stride, rows, cols);                                           \
+    }                                                                                                                       \
+    attributes void store(char *dst, DType dtype, int64_t row_stride, int64_t col_stride, const Real *src, int64_t ld,      \
+                          int64_t rows, int64_t cols) {                                                                     \
+        store_rows<Real>(dst, dtype, row_stride, col_stride, src, ld, rows, cols);                                          \
+    }                                                                                                                       \
+    attributes void unit(Real *x, int64_t ld, int64_t rows, int64_t cols) { unit_rows<Real, bytes>(x, ld, rows, cols); }    \
+    attributes void gate(Real *g, const Real *bias, int64_t n, Gate form, Real amplitude, Real lower_bound) {               \
+        gate_row<Real>(g, bias, n, form, amplitude, lower_bound);                                                           \
+    }                                                                                                                       \
+    attributes void beta(Real *x, int64_t n, BetaForm form) { beta_row<Real>(x, n, form); }                                 \
+    attributes void exp(Real *x, int64_t n) { exp_row<Real>(x, n); }                                                        \
+    attributes Real fold(Real *decayed_k, Real *decayed_q, const Real *decay, const Real *k, const Real *q, int64_t K) {    \
+        return fold_row<Real, bytes>(decayed_k, decayed_q, decay, k, q, K);                                                 \
+    }                                                                                                                       \
+    attributes void dots(const Real *S, int64_t ld, const Real *decayed_k, const Real *decayed_q, Real *y, Real *z,         \
+                         int64_t K) {                                                                                       \
+        dots_block<Real, bytes, vecs>(S, ld, decayed_k, decayed_q, y, z, K);                                                \
+    }                                                                                                                       \
+    attributes void emit(Real *u, Real *o, const Real *v, const Real *y, const Real *z, Real beta, Real qk, Real scale,     \
+                         Real fade, Real u_scale) {                                                                         \
+        emit_row<Real>(u, o, v, y, z, beta, qk, scale, fade, u_scale);                                                      \
+    }                                                                                                                       \
+    attributes void advance(const Real *S, int64_t ld, Real *S_out, int64_t ld_out, const Real *decay, const Real *k,       \
+                            const Real *u, const Real *next_decayed_k, const Real *next_decayed_q, Real *y, Real *z,        \
+                            int64_t K) {                                                                                    \
+        advance_block<Real, bytes, vecs, true>(S, ld, S_out, ld_out, decay, k, u, next_decayed_k, next_decayed_q, y, z, K); \
+    }                                                                                                                       \
+    attributes void grow(const Real *S, int64_t ld, Real *S_out, int64_t ld_out, const Real *k, const Real *u,              \
+                         const Real *next_k, const Real *next_q, Real *y, Real *z, int64_t K) {                             \
+        advance_block<Real, bytes, vecs, false>(S, ld, S_out, ld_out, nullptr, k, u, next_k, next_q, y, z, K);              \
+    }                                                                                                                       \
+    constexpr Kernels<Real> set = {load, store, unit, gate, beta, exp, fold, dots, emit, advance, grow};                    \
     }
 
 LINATTN_KERNELS(baseline_f32, float, , 16, 2)

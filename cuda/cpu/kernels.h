@@ -25,15 +25,19 @@ struct Kernels {
     void (*gate)(Real *g, const Real *bias, int64_t n, Gate gate, Real amplitude, Real lower_bound);
     void (*beta)(Real *beta, int64_t n, BetaForm form);
     void (*exp)(Real *x, int64_t n);
-    // decayed_k = decay k, decayed_q = decay q; returns q . k. decayed_q may be q.
+    // decayed_k = decay k, decayed_q = decay q, unless decay is null; returns q . k. decayed_q may be q.
     Real (*fold)(Real *decayed_k, Real *decayed_q, const Real *decay, const Real *k, const Real *q, int64_t K);
     // y = S^T decayed_k, z = S^T decayed_q
     void (*dots)(const Real *S, int64_t ld, const Real *decayed_k, const Real *decayed_q, Real *y, Real *z, int64_t K);
-    // u = beta (v - y), o = scale (z + qk u); u may be v.
-    void (*emit)(Real *u, Real *o, const Real *v, const Real *y, const Real *z, Real beta, Real qk, Real scale);
+    // u = beta (v - fade y), o = scale (fade z + qk u), and u is written times u_scale; u may be v.
+    void (*emit)(Real *u, Real *o, const Real *v, const Real *y, const Real *z, Real beta, Real qk, Real scale, Real fade,
+                 Real u_scale);
     // S_out = decay S + k u^T, and in the same pass, for the token that follows, the dots with S_out. S_out may be S.
     void (*advance)(const Real *S, int64_t ld, Real *S_out, int64_t ld_out, const Real *decay, const Real *k, const Real *u,
                     const Real *next_decayed_k, const Real *next_decayed_q, Real *y, Real *z, int64_t K);
+    // The same without a decay.
+    void (*grow)(const Real *S, int64_t ld, Real *S_out, int64_t ld_out, const Real *k, const Real *u, const Real *next_k,
+                 const Real *next_q, Real *y, Real *z, int64_t K);
 };
 
 enum class Isa { Baseline, Avx2, Avx512 };

@@ -13,6 +13,8 @@ struct DeltaRows {
     Real *k, *decay;              // [chunk][K]; decay = exp(g), the same in every column for gdn
     Real *decayed_k, *decayed_q;  // [chunk][K]
     Real *beta, *qk, *gates;      // [chunk]; qk = q.k, gates: gdn's g, then exp(g)
+    Real *fade;                   // [chunk], see Delta::plan_fades
+    bool *renews;                 // [chunk]
     Real *bias;                   // [max(chunk, K)], dt_bias of the head
     Real *zeros;                  // [max(K, kCols)]
     Real *u, *o;                  // [chunk][kCols]; u is v before its token's turn
@@ -27,6 +29,8 @@ struct DeltaRows {
           beta(cut.take<Real>(chunk)),
           qk(cut.take<Real>(chunk)),
           gates(cut.take<Real>(chunk)),
+          fade(cut.take<Real>(chunk)),
+          renews(cut.take<bool>(chunk)),
           bias(cut.take<Real>(std::max(chunk, K))),
           zeros(cut.take<Real>(std::max(K, kCols<Real>))),
           u(cut.take<Real>(chunk * kCols<Real>)),
@@ -70,10 +74,11 @@ struct TokenRun {
     int64_t b, t, size, head;
 };
 
-// Fills k, decay, decayed_k, decayed_q, beta and qk. `keeps`: this task is the one that writes kept_k and kept_g.
+// Fills k, decay, decayed_k, decayed_q, beta and qk. `keeps`: this task is the one that writes kept_k and kept_g. `lazy`: for
+// gdn, decay and decayed_k are left alone and decayed_q is q.
 template <class Real>
 void prepare_rows(const DeltaParams &p, const Kernels<Real> &kernel, const GateOptions<Real> &gate, const TokenRun &run,
-                  bool keeps, const DeltaRows<Real> &rows) {
+                  bool keeps, bool lazy, const DeltaRows<Real> &rows) {
     const int64_t K = p.K, r = p.HV / p.H, k_head = run.head / r;
     const auto load = [&](Real *to, const Tensor &x, int64_t head) {
         kernel.load(to, K, element(x, run.b, run.t, head), x.dtype, x.stride[1], x.stride[3], run.size, K);
@@ -108,13 +113,14 @@ void prepare_rows(const DeltaParams &p, const Kernels<Real> &kernel, const GateO
             kernel.store(element(p.kept_g, run.b, run.t, run.head), p.kept_g.dtype, 0, p.kept_g.stride[1], rows.gates, run.size,
                          1, run.size);
         kernel.exp(rows.gates, run.size);
-        for (int64_t i = 0; i < run.size; ++i) std::fill_n(rows.decay + i * K, K, rows.gates[i]);
+        for (int64_t i = 0; i < run.size && !lazy; ++i) std::fill_n(rows.decay + i * K, K, rows.gates[i]);
     }
 
     load_scalars(rows.beta, p.beta);
     kernel.beta(rows.beta, run.size, p.beta_form);
     for (int64_t i = 0; i < run.size; ++i)
-        rows.qk[i] = kernel.fold(rows.decayed_k + i * K, q + i * K, rows.decay + i * K, rows.k + i * K, q + i * K, K);
+        rows.qk[i] =
+            kernel.fold(rows.decayed_k + i * K, q + i * K, lazy ? nullptr : rows.decay + i * K, rows.k + i * K, q + i * K, K);
 }
 
 }  // namespace linattn::cpu
