@@ -16,6 +16,9 @@ set(LINATTN_CPU_SOURCES
 )
 set(LINATTN_CUDA_SOURCES
   cuda/backend.cpp
+  cuda/backward/delta_bwd.cu
+  cuda/backward/delta_bwd_chunk.cu
+  cuda/backward/delta_bwd_scan.cu
   cuda/device.cu
   cuda/common/launch.cpp
   cuda/common/tensor_map.cpp

@@ -1,4 +1,5 @@
 // The CUDA backend: which kernel runs an op, and what has none.
+#include "backward/delta_bwd.h"
 #include "device.h"
 #include "error.h"
 #include "ops.h"
@@ -19,8 +20,8 @@ void require_not_f64(const char *op, const char *name, const Tensor &t) {
 
 }  // namespace
 
-// Token by token, every option; needs no workspace.
-static uint64_t recurrent_workspace(const DeltaParams &p) {
+// What no kernel takes, of any op.
+static void require_supported(const DeltaParams &p) {
     const char *op = op_name(p);
     require_heads(op, p.K, p.V);
     if (p.q.dtype != DType::BF16 && p.q.dtype != DType::F16)
@@ -38,6 +39,11 @@ static uint64_t recurrent_workspace(const DeltaParams &p) {
     if (p.T > INT32_MAX)
         fail(Status::Unsupported, "%s: T is %lld; below 2^31 tokens are supported", op, static_cast<long long>(p.T));
     require_hopper(op, p.device);
+}
+
+// Token by token, every option; needs no workspace.
+static uint64_t recurrent_workspace(const DeltaParams &p) {
+    require_supported(p);
     return 0;
 }
 
@@ -83,11 +89,27 @@ const char *delta_commit(const CommitParams &p) {
     return "cuda/recurrent";
 }
 
+static uint64_t delta_bwd_workspace(const BwdParams &p) {
+    require_supported(p);
+    require_not_f64(op_name(p), "d_final_state", p.d_final_state);
+    require_not_f64(op_name(p), "d_initial_state", p.d_initial_state);
+    require_not_f64(op_name(p), "dA_log", p.dA_log);
+    require_not_f64(op_name(p), "ddt_bias", p.ddt_bias);
+    return delta_bwd_workspace_bytes(p);
+}
+
+static const char *delta_bwd(const BwdParams &p) {
+    launch_delta_bwd(p);
+    return "cuda/recurrent";
+}
+const char *gdn_bwd(const BwdParams &p) { return delta_bwd(p); }
+const char *kda_bwd(const BwdParams &p) { return delta_bwd(p); }
+
 const Backend &backend() {
-    static const Backend table = {{recurrent_workspace, gdn_fwd},        {recurrent_workspace, kda_fwd},
-                                  {recurrent_workspace, gdn_decode},     {recurrent_workspace, kda_decode},
-                                  {recurrent_workspace, gdn_verify},     {recurrent_workspace, kda_verify},
-                                  {delta_commit_workspace, delta_commit}};
+    static const Backend table = {
+        {recurrent_workspace, gdn_fwd},         {recurrent_workspace, kda_fwd},    {recurrent_workspace, gdn_decode},
+        {recurrent_workspace, kda_decode},      {recurrent_workspace, gdn_verify}, {recurrent_workspace, kda_verify},
+        {delta_commit_workspace, delta_commit}, {delta_bwd_workspace, gdn_bwd},    {delta_bwd_workspace, kda_bwd}};
     return table;
 }
 

@@ -1,0 +1,215 @@
+// {gdn,kda}_bwd on a GPU, exact and in float: launches and what surrounds the main passes.
+//
+//   plan      chunks of each sequence, summed                       prepare   q, k normalised, decays, beta activated, in float
+//   scans     delta_bwd_scan.cu                                     chunks    delta_bwd_chunk.cu
+//   keys      dq, dk: the value heads of a key head added up in order, through the normalisation
+//   sums      dA_log, ddt_bias: the chunks added up in order
+//
+// Nothing of the forward is kept: save = "nothing". No atomics; a sequence's gradients do not depend on what it is packed with.
+#include "common/device_guard.h"
+#include "common/launch.h"
+#include "tokens.cuh"
+
+namespace linattn::cuda {
+namespace delta_bwd {
+
+constexpr int kRowThreads = 256;  // 8 rows, one a warp
+
+__global__ void __launch_bounds__(1024) delta_bwd_plan_kernel(const __grid_constant__ BwdCall call) {
+    __shared__ int of_warp[32];
+    const int N = static_cast<int>(call.p.N), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int before = 0;
+    for (int first = 0; first < N; first += 1024) {
+        const int n = first + static_cast<int>(threadIdx.x);
+        const int own = n < N ? (make_item(call.p, n, 0, 0).length + kBwdChunk - 1) / kBwdChunk : 0;
+        int sum = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
+        }
+        __syncthreads();
+        if (lane == 31) of_warp[warp] = sum;
+        __syncthreads();
+        int all = 0;
+        for (int i = 0; i < 32; ++i) {
+            if (i < warp) sum += of_warp[i];
+            all += of_warp[i];
+        }
+        if (n < N) call.w.chunk_start[n] = before + sum - own;
+        before += all;
+    }
+    if (threadIdx.x == 0) call.w.chunk_start[N] = before;
+}
+
+// Rows of the token dimension that belong to a sequence.
+__device__ __forceinline__ bool is_token(const DeltaParams &p, int64_t t) {
+    return !p.cu_seqlens || (t >= clamped_start(p, 0) && t < clamped_start(p, p.N));
+}
+
+// 1 / |x| of a row held D / 32 elements a lane.
+template <int kCount>
+__device__ __forceinline__ float inverse_norm(const float (&x)[kCount]) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) squares = fmaf(x[i], x[i], squares);
+    return 1.0f / sqrtf(sum_over<32>(squares) + 1e-6f);
+}
+
+// A warp takes one token and head: rows of q and k for h < H, decays and beta for all HV.
+template <int D, bool kKda>
+__global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __grid_constant__ BwdCall call) {
+    const BwdParams &p = call.p;
+    constexpr int kCount = D / 32;
+    const int lane = threadIdx.x % 32;
+    const int64_t step = int64_t{gridDim.x} * (kRowThreads / 32);
+    for (int64_t i = int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32; i < p.B * p.T * p.HV; i += step) {
+        const int64_t row = i / p.HV, head = i % p.HV, b = row / p.T, t = row % p.T;
+        if (!is_token(p, t)) continue;
+        if (head < p.H) {
+            const auto take = [&](const Tensor &from, float *to) {
+                float x[kCount];
+#pragma unroll
+                for (int c = 0; c < kCount; ++c) x[c] = load_float(from, element(from, b, t, head, lane + 32 * c));
+                const float factor = p.qk_l2norm ? inverse_norm(x) : 1.0f;
+#pragma unroll
+                for (int c = 0; c < kCount; ++c) to[(row * p.H + head) * D + lane + 32 * c] = x[c] * factor;
+            };
+            take(p.q, call.w.q);
+            take(p.k, call.w.k);
+        }
+        const float amplitude = amplitude_of(p, head);
+        const auto decay = [&](int channel) {
+            return expf(log_decay(p, gate_input(p, element(p.g, b, t, head, kKda ? channel : 0), head, channel), amplitude));
+        };
+        if constexpr (kKda) {
+#pragma unroll
+            for (int c = 0; c < kCount; ++c) call.w.decay[i * D + lane + 32 * c] = decay(lane + 32 * c);
+        } else if (lane == 0) {
+            call.w.decay[i] = decay(0);
+        }
+        if (lane != 0) continue;
+        const float x = load_float(p.beta, element(p.beta, b, t, head));
+        call.w.beta[i] = p.beta_form == BetaForm::Weight ? x : (p.beta_form == BetaForm::LogitsX2 ? 2.0f : 1.0f) * sigmoid(x);
+    }
+}
+
+// y = x r, r = 1 / sqrt(sum x^2 + 1e-6):  dx = r (dy - y (dy . y)). A warp takes one token and key head.
+template <int D>
+__global__ void __launch_bounds__(kRowThreads) delta_bwd_keys_kernel(const __grid_constant__ BwdCall call) {
+    const BwdParams &p = call.p;
+    constexpr int kCount = D / 32;
+    const int lane = threadIdx.x % 32;
+    const int64_t step = int64_t{gridDim.x} * (kRowThreads / 32), group = p.HV / p.H;
+    for (int64_t i = int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32; i < p.B * p.T * p.H; i += step) {
+        const int64_t row = i / p.H, head = i % p.H, b = row / p.T, t = row % p.T;
+        if (!is_token(p, t)) continue;
+        const auto give = [&](const float *from, const float *unit, const Tensor &raw, const Tensor &to) {
+            float dy[kCount] = {}, x[kCount];
+            for (int64_t r = 0; r < group; ++r)
+#pragma unroll
+                for (int c = 0; c < kCount; ++c) dy[c] += from[(row * p.HV + head * group + r) * D + lane + 32 * c];
+            if (p.qk_l2norm) {
+                float along = 0.0f;
+#pragma unroll
+                for (int c = 0; c < kCount; ++c) {
+                    x[c] = load_float(raw, element(raw, b, t, head, lane + 32 * c));
+                    along = fmaf(dy[c], unit[i * D + lane + 32 * c], along);
+                }
+                along = sum_over<32>(along);
+                const float factor = inverse_norm(x);
+#pragma unroll
+                for (int c = 0; c < kCount; ++c) dy[c] = factor * (dy[c] - unit[i * D + lane + 32 * c] * along);
+            }
+#pragma unroll
+            for (int c = 0; c < kCount; ++c) store_float(to, element(to, b, t, head, lane + 32 * c), dy[c]);
+        };
+        give(call.w.dq, call.w.q, p.q, p.dq);
+        give(call.w.dk, call.w.k, p.k, p.dk);
+    }
+}
+
+// Sum over all chunks, in order, of what one head (dA_log) or one head and channel (ddt_bias) got.
+__global__ void __launch_bounds__(kRowThreads) delta_bwd_sums_kernel(const __grid_constant__ BwdCall call, int64_t channels) {
+    const BwdParams &p = call.p;
+    const int64_t i = int64_t{blockIdx.x} * kRowThreads + threadIdx.x, head = i / channels, channel = i % channels;
+    if (head >= p.HV) return;
+    const int chunks = call.w.chunk_start[p.N];
+    const auto sum = [&](const float *from, int64_t width, int64_t at) {
+        double total = 0.0;
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) total += from[chunk * width + at];
+        return static_cast<float>(total);
+    };
+    if (p.ddt_bias)
+        store_float(p.ddt_bias, head * p.ddt_bias.stride[0] + channel * p.ddt_bias.stride[1],
+                    sum(call.w.dbias, p.HV * channels, i));
+    if (p.dA_log && channel == 0) store_float(p.dA_log, head * p.dA_log.stride[0], sum(call.w.dA, p.HV, head));
+}
+
+int64_t channels_of(const BwdParams &p) { return p.family == Family::Kda ? p.K : 1; }
+
+// Cuts the workspace; returns the bytes that it takes. `base` may be null.
+uint64_t cut(const BwdParams &p, char *base, BwdWorkspace &w) {
+    uint64_t used = 0;
+    const auto take = [&](auto *&piece, int64_t count) {
+        piece = base ? reinterpret_cast<std::remove_reference_t<decltype(piece)>>(base + used) : nullptr;
+        used += (static_cast<uint64_t>(count) * sizeof(*piece) + 255) / 256 * 256;
+    };
+    const int64_t rows = p.B * p.T, channels = channels_of(p);
+    w.chunks = p.cu_seqlens ? p.T / kBwdChunk + p.N : p.B * ((p.T + kBwdChunk - 1) / kBwdChunk);
+    take(w.chunk_start, p.N + 1);
+    take(w.q, rows * p.H * p.K), take(w.k, rows * p.H * p.K);
+    take(w.decay, rows * p.HV * channels), take(w.beta, rows * p.HV);
+    take(w.e, rows * p.HV * p.V), take(w.du, rows * p.HV * p.V);
+    take(w.states, w.chunks * p.HV * p.K * p.V), take(w.grads, w.chunks * p.HV * p.K * p.V);
+    take(w.dq, rows * p.HV * p.K), take(w.dk, rows * p.HV * p.K);
+    take(w.dA, w.chunks * p.HV), take(w.dbias, w.chunks * p.HV * channels);
+    return used;
+}
+
+LaunchConfig rows_config(const BwdParams &p, int64_t rows) {
+    LaunchConfig config;
+    const int64_t blocks = (rows + kRowThreads / 32 - 1) / (kRowThreads / 32);
+    config.grid.x = blocks < (int64_t{1} << 30) ? blocks : int64_t{1} << 30;
+    config.block.x = kRowThreads;
+    config.stream = static_cast<cudaStream_t>(p.stream);
+    return config;
+}
+
+template <int D>
+void launch_all(const BwdCall &call) {
+    const BwdParams &p = call.p;
+    LaunchConfig config;
+    config.block.x = 1024;
+    config.stream = static_cast<cudaStream_t>(p.stream);
+    launch("delta_bwd_plan_kernel", delta_bwd_plan_kernel, config, call);
+    const LaunchConfig value_rows = rows_config(p, p.B * p.T * p.HV);
+    if (p.family == Family::Kda)
+        launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, true>, value_rows, call);
+    else
+        launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, false>, value_rows, call);
+    launch_delta_bwd_scans(call);
+    launch_delta_bwd_chunks(call);
+    launch("delta_bwd_keys_kernel", delta_bwd_keys_kernel<D>, rows_config(p, p.B * p.T * p.H), call);
+    if (!p.dA_log && !p.ddt_bias) return;
+    config.grid.x = (p.HV * channels_of(p) + kRowThreads - 1) / kRowThreads;
+    config.block.x = kRowThreads;
+    launch("delta_bwd_sums_kernel", delta_bwd_sums_kernel, config, call, channels_of(p));
+}
+
+}  // namespace delta_bwd
+
+uint64_t delta_bwd_workspace_bytes(const BwdParams &p) {
+    BwdWorkspace w;
+    return delta_bwd::cut(p, nullptr, w) + 256;
+}
+
+void launch_delta_bwd(const BwdParams &p) {
+    DeviceGuard guard(p.device);
+    BwdCall call;
+    call.p = p;
+    delta_bwd::cut(p, reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call.w);
+    p.K == 128 ? delta_bwd::launch_all<128>(call) : delta_bwd::launch_all<64>(call);
+}
+
+}  // namespace linattn::cuda

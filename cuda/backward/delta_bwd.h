@@ -1,0 +1,34 @@
+// Launcher of the gradients on a GPU, and what its kernels pass to each other.
+#pragma once
+#include "ops.h"
+
+namespace linattn::cuda {
+
+constexpr int kBwdChunk = 64;  // tokens between two stored states
+
+// Everything in float, rows of tokens dense: row = b T + t.
+struct BwdWorkspace {
+    int *chunk_start;       // [N + 1], chunks of the sequences before
+    float *q, *k;           // [B T][H][K], normalised
+    float *decay;           // [B T][HV] GDN, [B T][HV][K] KDA: exp of the log decay
+    float *beta;            // [B T][HV]
+    float *e, *du;          // [B T][HV][V]; e = v - P^T k, du = D^T k
+    float *states, *grads;  // [chunks][HV][V][K]: S before the chunk, D after it
+    float *dq, *dk;         // [B T][HV][K], before they are summed over the value heads of a key head
+    float *dA, *dbias;      // [chunks][HV], [chunks][HV][channels]: sums over a chunk
+    int64_t chunks;         // at most
+};
+
+struct BwdCall {
+    BwdParams p;
+    BwdWorkspace w;
+};
+
+uint64_t delta_bwd_workspace_bytes(const BwdParams &p);
+void launch_delta_bwd(const BwdParams &p);
+
+// The passes of launch_delta_bwd, in order (delta_bwd.cu).
+void launch_delta_bwd_scans(const BwdCall &call);   // e, states; du, grads, dv, d_initial_state
+void launch_delta_bwd_chunks(const BwdCall &call);  // dq, dk, dg, dbeta, dA, dbias
+
+}  // namespace linattn::cuda

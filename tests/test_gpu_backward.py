@@ -1,0 +1,196 @@
+"""gdn_bwd and kda_bwd on a GPU: against the float64 reverse loop, and their promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import HARD_GATES, HARD_KEYS, Case, Input
+from gradients import PER_TOKEN, backward, backward_call, check_gradients, expected, make
+from harness import check
+from test_backward import OPTIONS, by_options
+
+pytestmark = pytest.mark.gpu
+FAMILIES = ["gdn", "kda"]
+RAGGED = (5, 64, 1, 130, 0, 65)
+
+
+def grid():
+    for family in FAMILIES:
+        for D in (64, 128):
+            for dtype in ("bf16", "f16"):
+                yield Case(family, RAGGED, 1, 2, D, D, dtype)
+        for H, HV in ((3, 3), (2, 6), (1, 8), (1, 3)):
+            yield Case(family, (40, 23), H, HV, 64, 64, "bf16")
+        yield Case(family, (67, 67, 67), 2, 4, 64, 64, "bf16", packed=False)
+        yield Case(family, (67, 67), 2, 2, 128, 128, "f16", packed=False, initial=False)
+        yield Case(family, (77, 3), 1, 2, 128, 128, "bf16", state_dtype="bf16", gate_dtype="bf16")
+        yield Case(family, (1000,), 1, 2, 128, 128, "bf16")
+
+
+@pytest.mark.parametrize("case", list(grid()), ids=lambda case: case.id)
+def test_equals_reverse_loop(case, gpu):
+    done = backward(gpu, case)
+    check_gradients(case, done)
+    check(done.call.path == "cuda/recurrent", done.call.path)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=by_options)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options(gpu, family, options):
+    case = Case(family, (66, 31), 2, 4, 64, 64, "bf16", options=options)
+    check_gradients(case, backward(gpu, case))
+
+
+@pytest.mark.parametrize("drop", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")], ids="+".join)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gate_without_its_parameters(gpu, family, drop):
+    options = (("gate", "bounded"), ("lower_bound", -5.0))
+    case = Case(family, (70,), 2, 2, 64, 64, "bf16", options=options)
+    inputs = {k: v for k, v in make(case).items() if k not in drop}
+    check_gradients(case, backward(gpu, case, inputs), inputs)
+
+
+@pytest.mark.parametrize("gates", HARD_GATES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_hard_gates(gpu, D, family, gates):
+    case = Case(family, (130, 17, 64), 1, 2, D, D, "bf16", gates=gates)
+    done = backward(gpu, case)
+    check_gradients(case, done)
+    g = make(case)["g"].values
+    check(not done["dg"][np.isneginf(g)].any(), "dg of a full reset is not 0")
+
+
+@pytest.mark.parametrize("gates", HARD_KEYS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_repeated_keys(gpu, dtype, family, gates):
+    case = Case(family, (16, 17, 64, 128), 1, 2, 128, 128, dtype, gates=gates)
+    check_gradients(case, backward(gpu, case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dg_token_by_token_under_strong_decay(gpu, family):
+    """Gates up to A_log = log 16, every dg against what its sum is made of, not only in the mean."""
+    case = Case(family, (200,), 1, 4, 64, 64, "bf16", gates="A_log_16")
+    inputs = make(case)
+    got, want = backward(gpu, case, inputs)["dg"], expected(case, inputs).dg
+    size = np.sqrt((want * want).mean(axis=1, keepdims=True))
+    error = np.abs(got - want) / (np.abs(want) + 1e-3 * size)
+    check(error.max() <= 1e-2, f"dg is off by {error.max():.1e} of itself at a token")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_token_without_a_state_has_no_dg(gpu, family):
+    case = Case(family, (70, 1, 5), 1, 2, 64, 64, "bf16", initial=False)
+    dg = backward(gpu, case)["dg"]
+    for _, first, _ in case.spans:
+        check(not dg[0, first].any(), f"dg of a first token is {dg[0, first]}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_saturated_raw_gates(gpu, family, gate):
+    options = (("gate", gate),) + ((("lower_bound", -5.0),) if gate == "bounded" else ())
+    case = Case(family, (40,), 1, 2, 64, 64, "bf16", options=options)
+    inputs = make(case)
+    g = inputs["g"].values.copy()
+    g[:, 3], g[:, 7], g[:, 11], g[:, 13] = 1e4, -1e4, np.inf, -np.inf
+    inputs["g"] = Input(g, inputs["g"].dtype)
+    done = backward(gpu, case, inputs)
+    for name, bits in done.bits().items():
+        check(bits and np.isfinite(done[name]).all(), f"{name} is not finite")
+    check_gradients(case, done, inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_length(gpu, family):
+    case = Case(family, (*range(1, 67), 127, 128, 129), 1, 1, 64, 64, "bf16")
+    check_gradients(case, backward(gpu, case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_empty_sequences_pass_the_state_gradient_through(gpu, family):
+    for lengths in ((0, 0, 64, 0, 66), (0,), (0, 0, 0, 0)):
+        case = Case(family, lengths, 1, 2, 64, 64, "bf16")
+        inputs = make(case)
+        done = backward(gpu, case, inputs)
+        for n, length in enumerate(lengths):
+            same = np.array_equal(done["d_initial_state"][n], inputs["d_final_state"].values[n])
+            check(same or length, f"{lengths}: sequence {n} changed its state's gradient")
+        if sum(lengths):
+            check_gradients(case, done)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packing_does_not_show_in_the_bits(gpu, family):
+    options = (("qk_l2norm", True), ("gate", "softplus"))
+    case = Case(family, (70, 3, 200), 2, 4, 64, 64, "bf16", options=options)
+    inputs = make(case)
+    packed = backward(gpu, case, inputs)
+    for n, (_, first, end) in enumerate(case.spans):
+        alone = Case(family, (end - first,), 2, 4, 64, 64, "bf16", options=options)
+        own = {}
+        for name, x in inputs.items():
+            if name == "cu_seqlens":
+                continue
+            if name in ("A_log", "dt_bias"):
+                own[name] = x
+                continue
+            state = name in ("initial_state", "d_final_state")
+            own[name] = x._replace(values=x.values[n : n + 1] if state else x.values[:, first:end])
+        own["cu_seqlens"] = Input(np.array([0, end - first]), "i32")
+        done = backward(gpu, alone, own)
+        for name in (*PER_TOKEN, "d_initial_state"):
+            part = packed[name][n] if name == "d_initial_state" else packed[name][0, first:end]
+            check(np.array_equal(done[name][0], part), f"{name} of sequence {n} knows its pack")
+    for _ in range(20):
+        check(backward(gpu, case, inputs).bits() == packed.bits(), "a repeated call: other bits")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nan_stays_in_its_sequence_and_rows_past_the_end_are_left_alone(gpu, family):
+    case = Case(family, (40, 30, 20), 1, 2, 64, 64, "bf16")
+    inputs = make(case, extra_tokens=9)
+    clean = backward(gpu, case, inputs)
+    spoiled = {}
+    for name, x in inputs.items():
+        values = x.values.copy()
+        if name in ("q", "k", "v", "g", "beta", "d_o"):
+            values[:, 40:70] = np.nan
+            values[:, 90:] = np.nan
+        spoiled[name] = x._replace(values=values)
+    done = backward(gpu, case, spoiled)
+    for name in PER_TOKEN:
+        got, want = done[name], clean[name]
+        check(np.array_equal(got[:, :40], want[:, :40]), f"{name}: NaN went to sequence 0")
+        check(np.array_equal(got[:, 70:90], want[:, 70:90]), f"{name}: NaN went to sequence 2")
+        check(np.isnan(got[:, 90:]).all(), f"{name}: rows past cu_seqlens[-1] were written")
+    for n in (0, 2):
+        same = np.array_equal(done["d_initial_state"][n], clean["d_initial_state"][n])
+        check(same, f"NaN went to the state of sequence {n}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_optional_outputs_and_inputs(gpu, family):
+    case = Case(family, (50, 9), 1, 2, 64, 64, "bf16", options=(("gate", "softplus"),))
+    everything = backward(gpu, case)
+    for left_out in ("d_initial_state", "dA_log", "ddt_bias"):
+        done = backward(gpu, case, outputs={left_out: None})
+        check(done.bits(PER_TOKEN) == everything.bits(PER_TOKEN), f"{left_out} changes the others")
+    inputs = make(case, final=False)
+    check_gradients(case, backward(gpu, case, inputs), inputs)
+    plain = Case(family, (50, 9), 1, 2, 64, 64, "bf16", initial=False)
+    inputs = make(plain)
+    check_gradients(plain, backward(gpu, plain, inputs), inputs)
+
+
+def test_a_call_that_fails_writes_nothing(gpu):
+    case = Case("gdn", (40, 23), 1, 2, 64, 64, "bf16")
+    inputs = make(case)
+    values = inputs["g"].values.copy()
+    values[0, 50, 1] = 1e-3
+    call = backward_call(gpu, case, inputs | {"g": Input(values, "f32")}, checked=True)
+    with pytest.raises(ValueError, match=r"\bg\b"):
+        call()
+    call.check_nothing_written()
