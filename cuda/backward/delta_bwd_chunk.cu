@@ -18,8 +18,8 @@
 //   3  what they give to dq, dk, dg; running products forwards, backwards
 //   4  pairs: 16 tokens s at a time in registers, t running over the rest of the chunk                  64 x 64 x D, four times
 //   5  through the gate and the form of beta, sums over the chunk for A_log and dt_bias
-// Shared memory at D = 128: pairs 32 KB, dg and h 2 x 32 KB, slices 13 KB; registers below 255, the 96 sums of pass 2 and the
-// 64 of pass 4 being the most.
+// Shared memory at D = 128: pairs 32 KB, dg and h 2 x 32 KB, slices 13 KB: two CTAs an SM. Registers below 255, the 96 sums of
+// pass 2 with two slices on their way being the most. What a thread reads from global memory is asked for one step ahead.
 #include "common/device_guard.h"
 #include "common/launch.h"
 #include "tokens.cuh"
@@ -27,20 +27,22 @@
 namespace linattn::cuda {
 namespace delta_bwd {
 
-constexpr int kC = kBwdChunk, kSlice = 16, kPitch = kC + 4, kHalf = kC / 2, kTile = 16;
+constexpr int kC = kBwdChunk, kPitch = kC + 4, kHalf = kC / 2, kTile = 16;
 
 template <int kD, bool kKdaGate>
 struct ChunkConfig {
     static constexpr int D = kD;
     static constexpr bool kKda = kKdaGate;
+    static constexpr int kSlice = D / 8,
+                         kStaged = kC * kSlice / D;  // columns of V at a time; elements of each that a thread brings
 };
 
 template <class C>
 struct alignas(16) ChunkSmem {
-    float a[kC][kC], b[kC][kC];       // [t][s]
-    float dg[kC][C::D], h[kC][C::D];  // by token and channel; h_t: sums of h_st over the s of earlier tiles
-    float slice[3][kSlice][kPitch];   // columns of V of do, w and u, [column][token]
-    float beta[kC], sum[2][C::D];     // sums of a chunk: of A_log, of dt_bias
+    float a[kC][kC], b[kC][kC];         // [t][s]
+    float dg[kC][C::D], h[kC][C::D];    // by token and channel; h_t: sums of h_st over the s of earlier tiles
+    float slice[3][C::kSlice][kPitch];  // columns of V of do, w and u, [column][token]
+    float beta[kC], sum[2][C::D];       // sums of a chunk: of A_log, of dt_bias
 };
 
 // One chunk of one value head.
@@ -65,7 +67,7 @@ __device__ __forceinline__ Chunk find_chunk(const BwdCall &call, int64_t index, 
 
 template <class C>
 struct ChunkGradients {
-    static constexpr int D = C::D;
+    static constexpr int D = C::D, kSlice = C::kSlice;
     const BwdCall &call;
     const Chunk &c;
     ChunkSmem<C> &smem;
@@ -83,19 +85,39 @@ struct ChunkGradients {
     __device__ __forceinline__ float &dq(int t) const { return call.w.dq[value_row(t) + channel]; }
     __device__ __forceinline__ float &dk(int t) const { return call.w.dk[value_row(t) + channel]; }
 
-    // Columns first .. first + kSlice of do, w and u; zeros past the chunk's end.
-    __device__ __forceinline__ void stage(int first) const {
+    // Columns first .. first + kSlice of do, w and u on their way to shared memory; zeros past the chunk's end.
+    struct Slice {
+        uint16_t d_o[C::kStaged];
+        float du[C::kStaged], e[C::kStaged];
+    };
+    static constexpr int kTokensAtOnce = D / kSlice;
+    static __device__ __forceinline__ int staged_token(int i) { return threadIdx.x / kSlice + i * kTokensAtOnce; }
+    static __device__ __forceinline__ int staged_column() { return threadIdx.x % kSlice; }
+    __device__ __forceinline__ void fetch(Slice &slice, int first) const {
+        const Tensor &from = call.p.d_o;
+        const int column = first + staged_column();
+        const auto *d_o =
+            reinterpret_cast<const uint16_t *>(from.data) + element(from, c.b, c.token + staged_token(0), c.head, column);
+        const float *du = call.w.du + value_row(staged_token(0)) + column, *e = call.w.e + (du - call.w.du);
+        const int64_t step = call.p.HV * (D * kTokensAtOnce), step_do = from.stride[1] * kTokensAtOnce;
+#pragma unroll
+        for (int i = 0; i < C::kStaged; ++i, d_o += step_do, du += step, e += step) {
+            const bool inside = staged_token(i) < c.length;
+            slice.d_o[i] = inside ? *d_o : 0;
+            slice.du[i] = inside ? *du : 0.0f;
+            slice.e[i] = inside ? *e : 0.0f;
+        }
+    }
+    __device__ __forceinline__ void deposit(const Slice &slice) const {
         __syncthreads();
-        for (int at = threadIdx.x; at < kC * kSlice; at += D) {
-            const int t = at / kSlice, column = at % kSlice;
-            float d_o = 0.0f, w = 0.0f, u = 0.0f;
-            if (t < c.length) {
-                const Tensor &from = call.p.d_o;
-                d_o = load_float(from, element(from, c.b, c.token + t, c.head, first + column));
-                w = smem.beta[t] * call.w.du[value_row(t) + first + column];
-                u = smem.beta[t] * call.w.e[value_row(t) + first + column];
-            }
-            smem.slice[0][column][t] = d_o, smem.slice[1][column][t] = w, smem.slice[2][column][t] = u;
+#pragma unroll
+        for (int i = 0; i < C::kStaged; ++i) {
+            const int t = staged_token(i), column = staged_column();
+            const float beta = t < c.length ? smem.beta[t] : 0.0f;
+            smem.slice[0][column][t] =
+                call.p.d_o.dtype == DType::BF16 ? bf16_bits(slice.d_o[i]) : __half2float(__ushort_as_half(slice.d_o[i]));
+            smem.slice[1][column][t] = beta * slice.du[i];
+            smem.slice[2][column][t] = beta * slice.e[i];
         }
         __syncthreads();
     }
@@ -106,21 +128,27 @@ struct ChunkGradients {
         float a[kTiles][8][4] = {}, b[kTiles][8][4] = {};
         const auto tile_t = [](int i) { return (threadIdx.x + i * D) / (kC / 4) * 8; };
         const auto tile_s = [](int i) { return (threadIdx.x + i * D) % (kC / 4) * 4; };
+        Slice slice;
+        if (kTiles == 1) fetch(slice, 0);
         for (int first = 0; first < D; first += kSlice) {
-            stage(first);
+            if (kTiles > 1) fetch(slice, first);  // no registers for the next one
+            deposit(slice);
+            if (kTiles == 1 && first + kSlice < D) fetch(slice, first + kSlice);
 #pragma unroll 4
             for (int column = 0; column < kSlice; ++column)
 #pragma unroll
                 for (int i = 0; i < kTiles; ++i) {
-                    const float4 u4 = *reinterpret_cast<const float4 *>(&smem.slice[2][column][tile_s(i)]);
-                    const float u[4] = {u4.x, u4.y, u4.z, u4.w};
+                    alignas(16) float d_o[8], w[8], u[4];
+                    const auto four = [&](int which, int token, float *x) {
+                        *reinterpret_cast<float4 *>(x) = *reinterpret_cast<const float4 *>(&smem.slice[which][column][token]);
+                    };
+                    four(0, tile_t(i), d_o), four(0, tile_t(i) + 4, d_o + 4), four(2, tile_s(i), u);
+                    four(1, tile_t(i), w), four(1, tile_t(i) + 4, w + 4);
 #pragma unroll
-                    for (int t = 0; t < 8; ++t) {
-                        const float d_o = smem.slice[0][column][tile_t(i) + t], w = smem.slice[1][column][tile_t(i) + t];
+                    for (int t = 0; t < 8; ++t)
 #pragma unroll
                         for (int s = 0; s < 4; ++s)
-                            a[i][t][s] = fmaf(d_o, u[s], a[i][t][s]), b[i][t][s] = fmaf(w, u[s], b[i][t][s]);
-                    }
+                            a[i][t][s] = fmaf(d_o[t], u[s], a[i][t][s]), b[i][t][s] = fmaf(w[t], u[s], b[i][t][s]);
                 }
         }
 #pragma unroll
@@ -142,26 +170,40 @@ struct ChunkGradients {
         for (int half = 0; half < kC; half += kHalf) {
             if (half >= c.length) break;
             float of_do[kHalf] = {}, of_w[kHalf] = {}, of_u[kHalf] = {};
-            for (int first = 0; first < D; first += kSlice) {
-                stage(first);
-#pragma unroll 1
-                for (int column = 0; column < kSlice; ++column) {
-                    const float s = S[(first + column) * D], g = grad[(first + column) * D];
-                    if (half == 0) both = fmaf(s, g, both);
+            Slice slice;
+            fetch(slice, 0);
+            constexpr int kAhead = 4;
+            struct Column {
+                float S, grad;
+            } columns[kAhead];
+            const auto column_at = [&](int column) -> Column { return {S[column * D], grad[column * D]}; };
 #pragma unroll
-                    for (int t = 0; t < kHalf; t += 4) {
-                        const auto four = [&](int which) {
-                            return *reinterpret_cast<const float4 *>(&smem.slice[which][column][half + t]);
-                        };
-                        const float4 d_o = four(0), w = four(1), u = four(2);
-                        of_do[t] = fmaf(s, d_o.x, of_do[t]), of_do[t + 1] = fmaf(s, d_o.y, of_do[t + 1]);
-                        of_do[t + 2] = fmaf(s, d_o.z, of_do[t + 2]), of_do[t + 3] = fmaf(s, d_o.w, of_do[t + 3]);
-                        of_w[t] = fmaf(s, w.x, of_w[t]), of_w[t + 1] = fmaf(s, w.y, of_w[t + 1]);
-                        of_w[t + 2] = fmaf(s, w.z, of_w[t + 2]), of_w[t + 3] = fmaf(s, w.w, of_w[t + 3]);
-                        of_u[t] = fmaf(g, u.x, of_u[t]), of_u[t + 1] = fmaf(g, u.y, of_u[t + 1]);
-                        of_u[t + 2] = fmaf(g, u.z, of_u[t + 2]), of_u[t + 3] = fmaf(g, u.w, of_u[t + 3]);
+            for (int i = 0; i < kAhead; ++i) columns[i] = column_at(i);
+            for (int first = 0; first < D; first += kSlice) {
+                deposit(slice);
+                if (first + kSlice < D) fetch(slice, first + kSlice);
+#pragma unroll 1
+                for (int group = 0; group < kSlice; group += kAhead)
+#pragma unroll
+                    for (int i = 0; i < kAhead; ++i) {
+                        const int column = group + i;
+                        const float s = columns[i].S, g = columns[i].grad;
+                        if (first + column + kAhead < D) columns[i] = column_at(first + column + kAhead);
+                        if (half == 0) both = fmaf(s, g, both);
+#pragma unroll
+                        for (int t = 0; t < kHalf; t += 4) {
+                            const auto four = [&](int which) {
+                                return *reinterpret_cast<const float4 *>(&smem.slice[which][column][half + t]);
+                            };
+                            const float4 d_o = four(0), w = four(1), u = four(2);
+                            of_do[t] = fmaf(s, d_o.x, of_do[t]), of_do[t + 1] = fmaf(s, d_o.y, of_do[t + 1]);
+                            of_do[t + 2] = fmaf(s, d_o.z, of_do[t + 2]), of_do[t + 3] = fmaf(s, d_o.w, of_do[t + 3]);
+                            of_w[t] = fmaf(s, w.x, of_w[t]), of_w[t + 1] = fmaf(s, w.y, of_w[t + 1]);
+                            of_w[t + 2] = fmaf(s, w.z, of_w[t + 2]), of_w[t + 3] = fmaf(s, w.w, of_w[t + 3]);
+                            of_u[t] = fmaf(g, u.x, of_u[t]), of_u[t + 1] = fmaf(g, u.y, of_u[t + 1]);
+                            of_u[t + 2] = fmaf(g, u.z, of_u[t + 2]), of_u[t + 3] = fmaf(g, u.w, of_u[t + 3]);
+                        }
                     }
-                }
             }
 #pragma unroll
             for (int i = 0; i < kHalf; ++i) {
@@ -189,30 +231,43 @@ struct ChunkGradients {
         }
     }
 
-    // Pass 4, tokens s of one tile. kWithin: t is one of them.
+    // Pass 4: what a token t brings, and where its share of the pairs goes; and the tokens s of one tile.
+    struct Token {
+        float decay, q, k, dq, dk;
+    };
     struct Tile {
         float key[kTile], faded[kTile], dk[kTile], dg[kTile];  // faded: d_{s..t}
     };
+    __device__ __forceinline__ Token token(int t) const {
+        if (t >= c.length) return {};
+        return {decay(t), q(t), k(t), dq(t), dk(t)};
+    }
+    // kWithin: t is one of the tile.
     template <bool kWithin>
-    __device__ __forceinline__ void meet(Tile &tile, int first, int t) const {
-        const float d = decay(t), q_t = scale * q(t), k_t = k(t);
+    __device__ __forceinline__ void meet(Tile &tile, int first, int t, const Token &x) const {
+        const float q_t = scale * x.q;
         float to_dq = 0.0f, to_dk = 0.0f, h = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kTile; ++i) {
-            const int s = first + i;
-            const float a = smem.a[t][s], b = smem.b[t][s];
-            if (kWithin)
-                tile.faded[i] = s < t ? tile.faded[i] * d : s == t ? 1.0f : 0.0f;
-            else
-                tile.faded[i] *= d;
-            const float x = tile.faded[i] * tile.key[i], y = q_t * a - k_t * b;
-            to_dq = fmaf(x, a, to_dq), to_dk = fmaf(x, b, to_dk);
-            tile.dk[i] = fmaf(tile.faded[i], y, tile.dk[i]);
-            if (!kWithin || s <= t) tile.dg[i] += h;  // h: of the pairs (before s, t)
-            if (!kWithin || s < t) h = fmaf(x, y, h);
+        for (int i4 = 0; i4 < kTile; i4 += 4) {
+            const float4 a4 = *reinterpret_cast<const float4 *>(&smem.a[t][first + i4]);
+            const float4 b4 = *reinterpret_cast<const float4 *>(&smem.b[t][first + i4]);
+            const float a[4] = {a4.x, a4.y, a4.z, a4.w}, b[4] = {b4.x, b4.y, b4.z, b4.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int i = i4 + j, s = first + i;
+                if (kWithin)
+                    tile.faded[i] = s < t ? tile.faded[i] * x.decay : s == t ? 1.0f : 0.0f;
+                else
+                    tile.faded[i] *= x.decay;
+                const float shared = tile.faded[i] * tile.key[i], y = q_t * a[j] - x.k * b[j];
+                to_dq = fmaf(shared, a[j], to_dq), to_dk = fmaf(shared, b[j], to_dk);
+                tile.dk[i] = fmaf(tile.faded[i], y, tile.dk[i]);
+                if (!kWithin || s <= t) tile.dg[i] += h;  // h: of the pairs (before s, t)
+                if (!kWithin || s < t) h = fmaf(shared, y, h);
+            }
         }
-        dq(t) += scale * to_dq;
-        dk(t) -= to_dk;
+        dq(t) = fmaf(scale, to_dq, x.dq);
+        dk(t) = x.dk - to_dk;
         if (!kWithin) smem.h[t][channel] += h;
     }
 
@@ -227,8 +282,14 @@ struct ChunkGradients {
             Tile tile = {};
 #pragma unroll
             for (int i = 0; i < kTile; ++i) tile.key[i] = first + i < end ? k(first + i) : 0.0f;
-            for (int t = first; t < end; ++t) meet<true>(tile, first, t);
-            for (int t = end; t < c.length; ++t) meet<false>(tile, first, t);
+            Token next = token(first);
+            const auto step = [&](int t) {
+                const Token x = next;
+                next = token(t + 1);
+                return x;
+            };
+            for (int t = first; t < end; ++t) meet<true>(tile, first, t, step(t));
+            for (int t = end; t < c.length; ++t) meet<false>(tile, first, t, step(t));
 #pragma unroll
             for (int i = 0; i < kTile; ++i) {
                 if (first + i >= end) continue;
