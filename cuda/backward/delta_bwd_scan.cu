@@ -9,7 +9,7 @@
 //
 // Grid: one CTA of 4 warps per (sequence, value head, 64 columns of V). Tokens come in blocks of 16: while one is computed from
 // shared memory, the loads of the next are in flight in registers (fetch), then they change places (deposit).
-// Shared memory at D = 128: 2 blocks x 16 tokens x (q, k, d: 512 B each, v or do: 256 B) = 57 KB.
+// Shared memory at D = 128: 2 blocks x 16 tokens x (q, k, d: 640 B each, v or do: 256 B) = 70 KB.
 // Registers: state 64, fetched block up to 58, sums and factors 24.
 #include "common/device_guard.h"
 #include "common/launch.h"
@@ -24,14 +24,27 @@ template <int kD, bool kKdaGate, bool kBackwards>
 struct ScanConfig {
     static constexpr int D = kD;
     static constexpr bool kKda = kKdaGate, kReverse = kBackwards;
-    static constexpr int kDecays = kKda ? D : 4;
+    static constexpr int kVector = 8 * (D / 8 + 4), kDecays = kKda ? kVector : 4;
 };
+
+// Vectors over K in shared memory, as tile.cuh has them but with 4 floats between the shares of two lanes lk: a lane reads its
+// share 16 bytes at a time, and eight shares at multiples of 64 bytes would meet in the same banks four by four.
+template <int D>
+constexpr int kShare = D / 8 + 4;
+template <int D>
+__device__ __forceinline__ int place(int k) {
+    return ((k >> 2) & 7) * kShare<D> + (k >> 5) * 4 + (k & 3);
+}
+template <int D>
+__device__ __forceinline__ float4 rows4(const float *vector, int lk, int kk) {
+    return *reinterpret_cast<const float4 *>(vector + lk * kShare<D> + kk);
+}
 
 template <class C>
 struct alignas(16) ScanToken {
-    float k[C::D], q[C::kReverse ? C::D : 4];  // permuted (tile.cuh); q times scale
-    float decay[C::kDecays];                   // permuted; GDN: one, four times
-    float x[kColumns];                         // v, or do
+    float k[C::kVector], q[C::kReverse ? C::kVector : 4];  // placed; q times scale
+    float decay[C::kDecays];                               // placed; GDN: one, four times
+    float x[kColumns];                                     // v, or do
     float beta, unused[3];
 };
 
@@ -82,7 +95,7 @@ struct BlockLoader {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
             const int at = i * kThreads + threadIdx.x, token = at / (C::D / 4);
-            const int column = permuted<C::D>(at % (C::D / 4) * 4);
+            const int column = place<C::D>(at % (C::D / 4) * 4);
             *reinterpret_cast<float4 *>(&to[token].k[column]) = k[i];
             if constexpr (C::kReverse)
                 *reinterpret_cast<float4 *>(&to[token].q[column]) =
@@ -116,7 +129,7 @@ __device__ __forceinline__ void for_each_element(const Tensor &t, const Item &it
 
 template <class C>
 __device__ __forceinline__ float4 decay_of(const ScanToken<C> &x, int lk, int kk) {
-    return C::kKda ? share4<C::D>(x.decay, lk, kk) : *reinterpret_cast<const float4 *>(x.decay);
+    return C::kKda ? rows4<C::D>(x.decay, lk, kk) : *reinterpret_cast<const float4 *>(x.decay);
 }
 
 // Sums of four columns over the eight lanes lk; lane lk ends with column lk / 2.
@@ -148,7 +161,7 @@ __device__ __forceinline__ void forward_token(StateTile<C::D> &S, const ScanToke
 #pragma unroll
     for (int kk = 0; kk < C::D / 8; kk += 4) {
         S.decay4(kk, decay_of(x, lane.lk, kk));
-        const float4 k4 = share4<C::D>(x.k, lane.lk, kk);
+        const float4 k4 = rows4<C::D>(x.k, lane.lk, kk);
         const float k[4] = {k4.x, k4.y, k4.z, k4.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -159,7 +172,7 @@ __device__ __forceinline__ void forward_token(StateTile<C::D> &S, const ScanToke
     if (lane.first()) *e = own;
     lane.all(x.beta * own, u);
 #pragma unroll
-    for (int kk = 0; kk < C::D / 8; kk += 4) S.update4(kk, share4<C::D>(x.k, lane.lk, kk), u);
+    for (int kk = 0; kk < C::D / 8; kk += 4) S.update4(kk, rows4<C::D>(x.k, lane.lk, kk), u);
 }
 
 // Returns the lane's own column of du.
@@ -170,8 +183,8 @@ __device__ __forceinline__ float reverse_token(StateTile<C::D> &grad, const Scan
     for (int r = 0; r < 4; ++r) d_o[r] = x.x[lane.column + r];
 #pragma unroll
     for (int kk = 0; kk < C::D / 8; kk += 4) {
-        grad.update4(kk, share4<C::D>(x.q, lane.lk, kk), d_o);
-        const float4 k4 = share4<C::D>(x.k, lane.lk, kk);
+        grad.update4(kk, rows4<C::D>(x.q, lane.lk, kk), d_o);
+        const float4 k4 = rows4<C::D>(x.k, lane.lk, kk);
         const float k[4] = {k4.x, k4.y, k4.z, k4.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -182,7 +195,7 @@ __device__ __forceinline__ float reverse_token(StateTile<C::D> &grad, const Scan
     lane.all(-x.beta * du, minus_dv);
 #pragma unroll
     for (int kk = 0; kk < C::D / 8; kk += 4) {
-        grad.update4(kk, share4<C::D>(x.k, lane.lk, kk), minus_dv);
+        grad.update4(kk, rows4<C::D>(x.k, lane.lk, kk), minus_dv);
         grad.decay4(kk, decay_of(x, lane.lk, kk));
     }
     return du;
