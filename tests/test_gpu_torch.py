@@ -146,7 +146,11 @@ def test_models(gpu, name):
         model.zero_grad()
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        grads = {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+        grads = {
+            n: p.grad.float().cpu().clone()
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        }
         return logits.float().cpu(), loss.float().cpu(), grads
 
     exact = everything(model.float(), ids)

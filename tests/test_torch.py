@@ -108,7 +108,7 @@ class Problem:
         function = (
             (ours.chunk_gated_delta_rule, ours.fused_recurrent_gated_delta_rule),
             (ours.chunk_kda, ours.fused_recurrent_kda),
-        )[self.per_channel][recurrent]
+        )[int(self.per_channel)][int(recurrent)]
         return function(
             self.q, self.k, self.v, g=self.g, beta=self.beta, **(self.keywords() | more)
         )
