@@ -19,6 +19,7 @@ set(LINATTN_CUDA_SOURCES
   cuda/backward/delta_bwd.cu
   cuda/backward/delta_bwd_chunk.cu
   cuda/backward/delta_bwd_scan.cu
+  cuda/backward/segment_merge.cu
   cuda/device.cu
   cuda/common/launch.cpp
   cuda/common/tensor_map.cpp

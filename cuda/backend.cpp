@@ -105,11 +105,41 @@ static const char *delta_bwd(const BwdParams &p) {
 const char *gdn_bwd(const BwdParams &p) { return delta_bwd(p); }
 const char *kda_bwd(const BwdParams &p) { return delta_bwd(p); }
 
+static uint64_t delta_segment_workspace(const SegmentParams &p) {
+    require_supported(p);
+    require_not_f64(op_name(p), "M", p.transition);
+    require_not_f64(op_name(p), "h", p.added);
+    return delta_segment_workspace_bytes(p);
+}
+
+static const char *delta_segment(const SegmentParams &p) {
+    launch_delta_segment(p);
+    return "cuda/recurrent";
+}
+const char *gdn_segment(const SegmentParams &p) { return delta_segment(p); }
+const char *kda_segment(const SegmentParams &p) { return delta_segment(p); }
+
+static uint64_t segment_merge_workspace(const MergeParams &p) {
+    require_heads("segment_merge", p.K, p.V);
+    require_not_f64("segment_merge", "M", p.M);
+    require_not_f64("segment_merge", "initial_state", p.initial_state);
+    require_not_f64("segment_merge", "final_state", p.final_state);
+    require_hopper("segment_merge", p.device);
+    return 0;
+}
+
+const char *segment_merge(const MergeParams &p) {
+    launch_segment_merge(p);
+    return "cuda/recurrent";
+}
+
 const Backend &backend() {
-    static const Backend table = {
-        {recurrent_workspace, gdn_fwd},         {recurrent_workspace, kda_fwd},    {recurrent_workspace, gdn_decode},
-        {recurrent_workspace, kda_decode},      {recurrent_workspace, gdn_verify}, {recurrent_workspace, kda_verify},
-        {delta_commit_workspace, delta_commit}, {delta_bwd_workspace, gdn_bwd},    {delta_bwd_workspace, kda_bwd}};
+    static const Backend table = {{recurrent_workspace, gdn_fwd},         {recurrent_workspace, kda_fwd},
+                                  {recurrent_workspace, gdn_decode},      {recurrent_workspace, kda_decode},
+                                  {recurrent_workspace, gdn_verify},      {recurrent_workspace, kda_verify},
+                                  {delta_commit_workspace, delta_commit}, {delta_bwd_workspace, gdn_bwd},
+                                  {delta_bwd_workspace, kda_bwd},         {delta_segment_workspace, gdn_segment},
+                                  {delta_segment_workspace, kda_segment}, {segment_merge_workspace, segment_merge}};
     return table;
 }
 

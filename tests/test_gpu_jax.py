@@ -146,3 +146,36 @@ def test_two_streams_of_work_and_other_ops_around():
     first = chain(*positional)
     for _ in range(20):
         same(chain(*positional), first)
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_verify_and_commit(family):
+    """Four drafted tokens of which 4, 2 and 0 are accepted: the states of as many decode steps."""
+    T, D = 4, 64
+    case = Case(family, (T,) * 3, 2, 4, D, D, "bf16", packed=False)
+    positional, arrays = inputs_of(case)
+    pool = arrays["initial_state"]
+    done = jax.jit(getattr(pj, f"{family}_verify"))(*positional, pool)
+    same([done.state], [pool], "pool of a verify")
+    accepted = jnp.array([4, 2, 0], jnp.int32)
+    commit = jax.jit(functools.partial(pj.delta_commit), donate_argnums=0)
+    after = commit(jnp.array(pool), done.kept_k, done.kept_u, done.kept_g, accepted)
+    for n, count in enumerate((4, 2, 0)):
+        state = pool[n : n + 1]
+        if count:
+            few = [x[n : n + 1, :count] for x in positional]
+            o, state = getattr(pj, f"{family}_decode")(*few, state)
+            same([o], [done.o[n : n + 1, :count]], "outputs")
+        same([after[n : n + 1]], [state], "states")
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_segments(family):
+    case = Case(family, (70, 70), 2, 4, 64, 64, "bf16", packed=False, initial=False)
+    positional, _ = inputs_of(case)
+    M, h = jax.jit(getattr(pj, f"{family}_segment"))(*positional)
+    states, final = jax.jit(pj.segment_merge)(M[None], h[None])
+    check(not np.asarray(states).any() and np.array_equal(final, h), "one segment from zeros")
+    want = getattr(pj, f"{family}_fwd")(*positional, output_final_state=True).final_state
+    error = np.linalg.norm(host(h) - host(want)) / np.linalg.norm(host(want))
+    check(error < 3e-3, f"h: {error:.1e} from the forward's state")

@@ -31,7 +31,7 @@ def segment_inputs(inputs, direction):
     return {name: x for name, x in inputs.items() if name not in dropped}
 
 
-def segment(case, direction, inputs=None, layouts=None):
+def segment(case, direction, inputs=None, layouts=None, device=CPU):
     """A call of the segment op in poisoned buffers."""
     inputs = segment_inputs(make(case) if inputs is None else inputs, direction)
     N, wide = len(case.lengths), "f64" if case.dtype == "f64" else "f32"
@@ -40,15 +40,15 @@ def segment(case, direction, inputs=None, layouts=None):
         "h": ((N, case.HV, case.K, case.V), wide),
     }
     options = case.keywords | {"direction": direction}
-    return Call(CPU, f"{case.family}_segment", inputs, outputs, options, layouts)()
+    return Call(device, f"{case.family}_segment", inputs, outputs, options, layouts)()
 
 
-def merge(M, h, initial, direction, dtype, layouts=None, state="f64"):
+def merge(M, h, initial, direction, dtype, layouts=None, state="f64", device=CPU):
     inputs = {"M": Input(M, dtype), "h": Input(h, dtype)}
     if initial is not None:
         inputs["initial_state"] = Input(initial, state)
     outputs = {"states": (h.shape, dtype), "final_state": (h.shape[1:], state)}
-    return Call(CPU, "segment_merge", inputs, outputs, {"direction": direction}, layouts)()
+    return Call(device, "segment_merge", inputs, outputs, {"direction": direction}, layouts)()
 
 
 def check_close(got, want, limit, what):
@@ -56,9 +56,9 @@ def check_close(got, want, limit, what):
     check(error <= limit, f"{what}: relative RMS error {error:.2e} at {where}, allowed {limit:.0e}")
 
 
-def check_maps(case, direction, inputs=None):
+def check_maps(case, direction, inputs=None, device=CPU):
     inputs = make(case) if inputs is None else inputs
-    done = segment(case, direction, inputs)
+    done = segment(case, direction, inputs, device=device)
     options = case.keywords | {"direction": direction}
     want = expect(f"{case.family}_segment", segment_inputs(inputs, direction), options)
     for name in ("M", "h"):

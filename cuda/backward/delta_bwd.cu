@@ -5,6 +5,8 @@
 //   keys      dq, dk: the value heads of a key head added up in order, through the normalisation
 //   sums      dA_log, ddt_bias: the chunks added up in order
 //
+// and {gdn,kda}_segment: prepare, and one scan of the map (delta_bwd_scan.cu).
+//
 // Nothing of the forward is kept: save = "nothing". No atomics; a sequence's gradients do not depend on what it is packed with.
 #include "common/device_guard.h"
 #include "common/launch.h"
@@ -148,23 +150,28 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_sums_kernel(const __gri
 
 int64_t channels_of(const BwdParams &p) { return p.family == Family::Kda ? p.K : 1; }
 
-// Cuts the workspace; returns the bytes that it takes. `base` may be null.
-uint64_t cut(const BwdParams &p, char *base, BwdWorkspace &w) {
+// Cuts the workspace; returns the bytes that it takes. `base` may be null. A segment needs the inputs in float alone.
+uint64_t cut(const BwdParams &p, bool segment, char *base, BwdWorkspace &w) {
     uint64_t used = 0;
     const auto take = [&](auto *&piece, int64_t count) {
         piece = base ? reinterpret_cast<std::remove_reference_t<decltype(piece)>>(base + used) : nullptr;
         used += (static_cast<uint64_t>(count) * sizeof(*piece) + 255) / 256 * 256;
     };
     const int64_t rows = p.B * p.T, channels = channels_of(p);
-    w.chunks = p.cu_seqlens ? p.T / kBwdChunk + p.N : p.B * ((p.T + kBwdChunk - 1) / kBwdChunk);
-    take(w.chunk_start, p.N + 1);
     take(w.q, rows * p.H * p.K), take(w.k, rows * p.H * p.K);
     take(w.decay, rows * p.HV * channels), take(w.beta, rows * p.HV);
+    if (segment) return used;
+    w.chunks = p.cu_seqlens ? p.T / kBwdChunk + p.N : p.B * ((p.T + kBwdChunk - 1) / kBwdChunk);
+    take(w.chunk_start, p.N + 1);
     take(w.e, rows * p.HV * p.V), take(w.du, rows * p.HV * p.V);
     take(w.states, w.chunks * p.HV * p.K * p.V), take(w.grads, w.chunks * p.HV * p.K * p.V);
     take(w.dq, rows * p.HV * p.K), take(w.dk, rows * p.HV * p.K);
     take(w.dA, w.chunks * p.HV), take(w.dbias, w.chunks * p.HV * channels);
     return used;
+}
+
+char *aligned(const Tensor &workspace) {
+    return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(workspace.data) + 255) / 256 * 256);
 }
 
 LaunchConfig rows_config(const BwdParams &p, int64_t rows) {
@@ -177,17 +184,22 @@ LaunchConfig rows_config(const BwdParams &p, int64_t rows) {
 }
 
 template <int D>
+void launch_prepare(const BwdCall &call) {
+    const LaunchConfig rows = rows_config(call.p, call.p.B * call.p.T * call.p.HV);
+    if (call.p.family == Family::Kda)
+        launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, true>, rows, call);
+    else
+        launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, false>, rows, call);
+}
+
+template <int D>
 void launch_all(const BwdCall &call) {
     const BwdParams &p = call.p;
     LaunchConfig config;
     config.block.x = 1024;
     config.stream = static_cast<cudaStream_t>(p.stream);
     launch("delta_bwd_plan_kernel", delta_bwd_plan_kernel, config, call);
-    const LaunchConfig value_rows = rows_config(p, p.B * p.T * p.HV);
-    if (p.family == Family::Kda)
-        launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, true>, value_rows, call);
-    else
-        launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, false>, value_rows, call);
+    launch_prepare<D>(call);
     launch_delta_bwd_scans(call);
     launch_delta_bwd_chunks(call);
     launch("delta_bwd_keys_kernel", delta_bwd_keys_kernel<D>, rows_config(p, p.B * p.T * p.H), call);
@@ -197,19 +209,41 @@ void launch_all(const BwdCall &call) {
     launch("delta_bwd_sums_kernel", delta_bwd_sums_kernel, config, call, channels_of(p));
 }
 
+BwdParams inputs_of(const SegmentParams &s) {
+    BwdParams p;
+    static_cast<DeltaParams &>(p) = s;
+    p.d_o = s.d_o;
+    return p;
+}
+
 }  // namespace delta_bwd
 
 uint64_t delta_bwd_workspace_bytes(const BwdParams &p) {
-    BwdWorkspace w;
-    return delta_bwd::cut(p, nullptr, w) + 256;
+    BwdWorkspace w = {};
+    return delta_bwd::cut(p, false, nullptr, w) + 256;
 }
 
 void launch_delta_bwd(const BwdParams &p) {
     DeviceGuard guard(p.device);
-    BwdCall call;
+    BwdCall call = {};
     call.p = p;
-    delta_bwd::cut(p, reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call.w);
+    delta_bwd::cut(p, false, delta_bwd::aligned(p.workspace), call.w);
     p.K == 128 ? delta_bwd::launch_all<128>(call) : delta_bwd::launch_all<64>(call);
+}
+
+uint64_t delta_segment_workspace_bytes(const SegmentParams &p) {
+    BwdWorkspace w = {};
+    return delta_bwd::cut(delta_bwd::inputs_of(p), true, nullptr, w) + 256;
+}
+
+void launch_delta_segment(const SegmentParams &p) {
+    DeviceGuard guard(p.device);
+    BwdCall call = {};
+    call.p = delta_bwd::inputs_of(p);
+    call.transition = p.transition, call.added = p.added;
+    delta_bwd::cut(call.p, true, delta_bwd::aligned(p.workspace), call.w);
+    p.K == 128 ? delta_bwd::launch_prepare<128>(call) : delta_bwd::launch_prepare<64>(call);
+    launch_delta_segment_scan(call, p.backward);
 }
 
 }  // namespace linattn::cuda

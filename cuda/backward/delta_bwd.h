@@ -1,4 +1,4 @@
-// Launcher of the gradients on a GPU, and what its kernels pass to each other.
+// Launchers of the gradients and of the affine maps on a GPU, and what their kernels pass to each other.
 #pragma once
 #include "ops.h"
 
@@ -22,13 +22,18 @@ struct BwdWorkspace {
 struct BwdCall {
     BwdParams p;
     BwdWorkspace w;
+    Tensor transition, added;  // segments only, as in SegmentParams
 };
 
 uint64_t delta_bwd_workspace_bytes(const BwdParams &p);
 void launch_delta_bwd(const BwdParams &p);
+uint64_t delta_segment_workspace_bytes(const SegmentParams &p);
+void launch_delta_segment(const SegmentParams &p);
+void launch_segment_merge(const MergeParams &p);
 
 // The passes of launch_delta_bwd, in order (delta_bwd.cu).
 void launch_delta_bwd_scans(const BwdCall &call);   // e, states; du, grads, dv, d_initial_state
 void launch_delta_bwd_chunks(const BwdCall &call);  // dq, dk, dg, dbeta, dA, dbias
+void launch_delta_segment_scan(const BwdCall &call, bool backward);
 
 }  // namespace linattn::cuda

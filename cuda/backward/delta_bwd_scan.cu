@@ -4,6 +4,9 @@
 //   forward   P = d S;   e = v - P^T k;   S = P + k (beta e)^T                                        first token to last
 //   reverse   D += scale q do^T;   du = D^T k;   dv = beta du;   D = d (D - k dv^T)                   last token to first
 //
+// kMap: the affine map of a segment instead, from 0 and from the identity, where v (forward) or do (reverse) is 0:
+// forward [h | M] of S_out = M S_in + h, reverse of the gradients.
+//
 // Kept for delta_bwd_chunk_kernel: e and du of every token, S before every chunk of 64 tokens and D after it. Nothing else is:
 // every sum over V is that kernel's. arXiv:2412.06464, arXiv:2510.26692.
 //
@@ -20,10 +23,11 @@ namespace delta_bwd {
 
 constexpr int kBlock = 16, kWarps = 4, kThreads = 32 * kWarps, kColumns = kTileV * kWarps;
 
-template <int kD, bool kKdaGate, bool kBackwards>
+template <int kD, bool kKdaGate, bool kBackwards, bool kSegment>
 struct ScanConfig {
     static constexpr int D = kD;
-    static constexpr bool kKda = kKdaGate, kReverse = kBackwards;
+    static constexpr bool kKda = kKdaGate, kReverse = kBackwards, kMap = kSegment;
+    static constexpr int kBlocksV = (kMap ? 2 : 1) * D / kColumns;  // of a state, or of h and then of M
     static constexpr int kVector = 8 * (D / 8 + 4), kDecays = kKda ? kVector : 4;
 };
 
@@ -59,6 +63,7 @@ struct BlockLoader {
     static constexpr int kQuads = kBlock * C::D / 4 / kThreads, kScalars = kBlock * kColumns / kThreads;
     const BwdCall &call;
     const Item &item;
+    const bool of_values;  // else v, or do, is 0
     float4 k[kQuads], q[C::kReverse ? kQuads : 1], decay[C::kKda ? kQuads : 1];
     float x[kScalars], beta, gamma;
 
@@ -80,7 +85,8 @@ struct BlockLoader {
 #pragma unroll
         for (int i = 0; i < kScalars; ++i) {
             const int at = i * kThreads + threadIdx.x, token = first + at / kColumns;
-            if (token < item.length)
+            x[i] = 0.0f;
+            if (of_values && token < item.length)
                 x[i] = load_float(from, element(from, item.batch, item.bos + token, item.head, item.v_cta + at % kColumns));
         }
         if (threadIdx.x < kBlock && first + static_cast<int>(threadIdx.x) < item.length) {
@@ -115,16 +121,21 @@ struct BlockLoader {
     }
 };
 
+// f(row of K, kk) for each of the lane's rows.
+template <int D, class F>
+__device__ __forceinline__ void for_each_row(F f) {
+#pragma unroll
+    for (int kk = 0; kk < D / 8; ++kk) f(kk / 4 * 32 + 4 * static_cast<int>(threadIdx.x & 7) + kk % 4, kk);
+}
+
 // f(element, kk, r) for each of the lane's, in a state of the caller of any strides.
 template <int D, class F>
 __device__ __forceinline__ void for_each_element(const Tensor &t, const Item &item, int v_warp, F f) {
-    const int lane = threadIdx.x % 32;
-    const int64_t first =
-        item.n * t.stride[0] + item.head * t.stride[1] + 4 * (lane & 7) * t.stride[2] + (v_warp + lane / 8 * 4) * t.stride[3];
+    const int64_t first = item.n * t.stride[0] + item.head * t.stride[1] + (v_warp + threadIdx.x % 32 / 8 * 4) * t.stride[3];
+    for_each_row<D>([&](int row, int kk) {
 #pragma unroll
-    for (int kk = 0; kk < D / 8; ++kk)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) f(first + (kk / 4 * 32 + kk % 4) * t.stride[2] + r * t.stride[3], kk, r);
+        for (int r = 0; r < 4; ++r) f(first + row * t.stride[2] + r * t.stride[3], kk, r);
+    });
 }
 
 template <class C>
@@ -155,8 +166,9 @@ struct Lane {
     }
 };
 
+// Returns the lane's own column of e.
 template <class C>
-__device__ __forceinline__ void forward_token(StateTile<C::D> &S, const ScanToken<C> &x, const Lane &lane, float *e) {
+__device__ __forceinline__ float forward_token(StateTile<C::D> &S, const ScanToken<C> &x, const Lane &lane) {
     float sum[4] = {}, u[4];
 #pragma unroll
     for (int kk = 0; kk < C::D / 8; kk += 4) {
@@ -169,10 +181,10 @@ __device__ __forceinline__ void forward_token(StateTile<C::D> &S, const ScanToke
             for (int r = 0; r < 4; ++r) sum[r] = fmaf(S.s[kk + i][r], k[i], sum[r]);
     }
     const float own = x.x[lane.own()] - sum_over_rows(sum, lane.lk);
-    if (lane.first()) *e = own;
     lane.all(x.beta * own, u);
 #pragma unroll
     for (int kk = 0; kk < C::D / 8; kk += 4) S.update4(kk, rows4<C::D>(x.k, lane.lk, kk), u);
+    return own;
 }
 
 // Returns the lane's own column of du.
@@ -206,21 +218,26 @@ __global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_c
     extern __shared__ __align__(16) char smem_bytes[];
     ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
     const BwdParams &p = call.p;
-    constexpr int kBlocksV = C::D / kColumns;
     const Lane lane;
     const Tensor marks = chunk_states<C::D>(C::kReverse ? call.w.grads : call.w.states, p.HV);
-    for (int64_t i = blockIdx.x; i < p.N * p.HV * kBlocksV; i += gridDim.x) {
-        const Item item =
-            make_item(p, i / kBlocksV / p.HV, static_cast<int>(i / kBlocksV % p.HV), static_cast<int>(i % kBlocksV) * kColumns);
+    for (int64_t i = blockIdx.x; i < p.N * p.HV * C::kBlocksV; i += gridDim.x) {
+        const int column = static_cast<int>(i % C::kBlocksV) * kColumns;
+        const bool of_values = column < C::D;
+        const Item item = make_item(p, i / C::kBlocksV / p.HV, static_cast<int>(i / C::kBlocksV % p.HV), column % C::D);
         const int v_warp = item.v_cta + static_cast<int>(threadIdx.x) / 32 * kTileV;
-        const int64_t first_chunk = call.w.chunk_start[item.n];
+        const int64_t first_chunk = C::kMap ? 0 : call.w.chunk_start[item.n];
         StateTile<C::D> S;
         S.zero();
         const Tensor &start = C::kReverse ? p.d_final_state : p.state_in;
-        if (start)
+        if (C::kMap && !of_values)
+            for_each_row<C::D>([&](int row, int kk) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) S.s[kk][r] = row == item.v_cta + lane.column + r ? 1.0f : 0.0f;
+            });
+        else if (!C::kMap && start)
             for_each_element<C::D>(start, item, v_warp, [&](int64_t at, int kk, int r) { S.s[kk][r] = load_float(start, at); });
         const int blocks = (item.length + kBlock - 1) / kBlock;
-        BlockLoader<C> loader{call, item};
+        BlockLoader<C> loader{call, item, of_values};
         const auto block_at = [&](int step) { return C::kReverse ? blocks - 1 - step : step; };
         if (blocks > 0) loader.fetch(block_at(0) * kBlock);
         for (int step = 0; step < blocks; ++step) {
@@ -231,23 +248,20 @@ __global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_c
             const int first = block_at(step) * kBlock, size = min(kBlock, item.length - first);
             for (int j = 0; j < size; ++j) {
                 const int t = C::kReverse ? first + size - 1 - j : first + j;
-                if (C::kReverse ? t + 1 == item.length || (t + 1) % kBwdChunk == 0 : t % kBwdChunk == 0)
-                    S.store(marks, first_chunk + t / kBwdChunk, item.head, v_warp);
-                const int64_t at = (loader.row(t) * p.HV + item.head) * C::D + item.v_cta + lane.own();
                 const ScanToken<C> &x = token[t - first];
-                if constexpr (!C::kReverse) {
-                    forward_token(S, x, lane, call.w.e + at);
-                } else {
-                    const float du = reverse_token(S, x, lane);
-                    if (!lane.first()) continue;
-                    call.w.du[at] = du;
-                    store_float(p.dv, element(p.dv, item.batch, item.bos + t, item.head, item.v_cta + lane.own()), x.beta * du);
-                }
+                if (!C::kMap && (C::kReverse ? t + 1 == item.length || (t + 1) % kBwdChunk == 0 : t % kBwdChunk == 0))
+                    S.store(marks, first_chunk + t / kBwdChunk, item.head, v_warp);
+                const float own = C::kReverse ? reverse_token(S, x, lane) : forward_token(S, x, lane);
+                if (C::kMap || !lane.first()) continue;
+                const int64_t at = (loader.row(t) * p.HV + item.head) * C::D + item.v_cta + lane.own();
+                (C::kReverse ? call.w.du : call.w.e)[at] = own;
+                if constexpr (C::kReverse)
+                    store_float(p.dv, element(p.dv, item.batch, item.bos + t, item.head, item.v_cta + lane.own()), x.beta * own);
             }
         }
-        if (C::kReverse && p.d_initial_state)
-            for_each_element<C::D>(p.d_initial_state, item, v_warp,
-                                   [&](int64_t at, int kk, int r) { store_float(p.d_initial_state, at, S.s[kk][r]); });
+        const Tensor &end = !C::kMap ? p.d_initial_state : of_values ? call.added : call.transition;
+        if ((C::kMap || C::kReverse) && end)
+            for_each_element<C::D>(end, item, v_warp, [&](int64_t at, int kk, int r) { store_float(end, at, S.s[kk][r]); });
         __syncthreads();  // the next item's tokens
     }
 }
@@ -255,29 +269,40 @@ __global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_c
 template <class C>
 void launch_scan(const BwdCall &call) {
     LaunchConfig config;
-    config.grid.x = call.p.N * call.p.HV * (C::D / kColumns);
+    config.grid.x = call.p.N * call.p.HV * C::kBlocksV;
     if (config.grid.x > (int64_t{1} << 30)) config.grid.x = int64_t{1} << 30;
     config.block.x = kThreads;
     config.smem_bytes = sizeof(ScanSmem<C>);
     config.stream = static_cast<cudaStream_t>(call.p.stream);
-    launch("delta_bwd_scan_kernel", delta_bwd_scan_kernel<C>, config, call);
+    launch(C::kMap ? "delta_segment_scan_kernel" : "delta_bwd_scan_kernel", delta_bwd_scan_kernel<C>, config, call);
 }
 
-template <int D, bool kKda>
-void launch_scans(const BwdCall &call) {
-    launch_scan<ScanConfig<D, kKda, false>>(call);
-    launch_scan<ScanConfig<D, kKda, true>>(call);
+// f<D, kKda>() for the call.
+template <class F>
+void for_config(const BwdParams &p, F f) {
+    using std::bool_constant, std::integral_constant;
+    const auto with_gate = [&](auto D) {
+        p.family == Family::Kda ? f(D, bool_constant<true>{}) : f(D, bool_constant<false>{});
+    };
+    p.K == 128 ? with_gate(integral_constant<int, 128>{}) : with_gate(integral_constant<int, 64>{});
 }
 
 }  // namespace delta_bwd
 
 void launch_delta_bwd_scans(const BwdCall &call) {
     using namespace delta_bwd;
-    const bool kda = call.p.family == Family::Kda;
-    if (call.p.K == 128)
-        kda ? launch_scans<128, true>(call) : launch_scans<128, false>(call);
-    else
-        kda ? launch_scans<64, true>(call) : launch_scans<64, false>(call);
+    for_config(call.p, [&](auto D, auto kda) {
+        launch_scan<ScanConfig<D.value, kda.value, false, false>>(call);
+        launch_scan<ScanConfig<D.value, kda.value, true, false>>(call);
+    });
+}
+
+void launch_delta_segment_scan(const BwdCall &call, bool backward) {
+    using namespace delta_bwd;
+    for_config(call.p, [&](auto D, auto kda) {
+        backward ? launch_scan<ScanConfig<D.value, kda.value, true, true>>(call)
+                 : launch_scan<ScanConfig<D.value, kda.value, false, true>>(call);
+    });
 }
 
 }  // namespace linattn::cuda
