@@ -2,7 +2,8 @@
 
 Trained twice from the same weights on the same batches: through pylinattn.torch and through a token loop in plain
 torch. Both loss curves go into one picture if matplotlib is there. Text is then generated with the decode ops, the
-states updated in place. A few minutes on two CPU cores; `--steps 50` for a look.
+states updated in place. A few minutes on two CPU cores, `--steps 50` for a look; `--device cuda` on a GPU, where our path
+takes q, k and v in bf16 and the loop stays in float32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pylinattn
 from pylinattn.torch import chunk_gated_delta_rule, chunk_kda, fused_gdn_gate, fused_kda_gate
 
 DIM, HEADS, HEAD, LAYERS = 64, 2, 32, 4
+HEAD_ON_GPU = 64
 BATCH, TOKENS = 8, 128
 
 
@@ -76,12 +78,16 @@ class DeltaLayer(nn.Module):
         return x + self.out((self.out_norm(o) * F.silu(gate)).flatten(-2))
 
 
+def in_kernel_dtype(*arrays):
+    return [x.bfloat16() if x.is_cuda else x for x in arrays]
+
+
 def ours(layer, q, k, v, g, beta):
     function = chunk_kda if layer.per_channel else chunk_gated_delta_rule
     return function(
-        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        *in_kernel_dtype(q, k, v), g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True, A_log=layer.A_log, dt_bias=layer.dt_bias,
-    )[0]  # fmt: skip
+    )[0].float()  # fmt: skip
 
 
 def plain(layer, q, k, v, g, beta):
@@ -102,9 +108,9 @@ class Decoder:
         bias = layer.dt_bias.view(HEADS, HEAD) if layer.per_channel else layer.dt_bias
         decode = pylinattn.kda_decode if layer.per_channel else pylinattn.gdn_decode
         return decode(
-            q, k, v, g, beta, self.states[layer], A_log=layer.A_log, dt_bias=bias,
+            *in_kernel_dtype(q, k, v), g, beta, self.states[layer], A_log=layer.A_log, dt_bias=bias,
             qk_l2norm=True, gate="softplus", beta_form="logits",
-        )  # fmt: skip
+        ).float()  # fmt: skip
 
 
 class Block(nn.Module):
@@ -134,16 +140,16 @@ class TinyLM(nn.Module):
         return self.head(x)
 
 
-def train(text, rule, steps):
+def train(text, rule, steps, device):
     torch.manual_seed(0)
-    model = TinyLM()
+    model = TinyLM().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
     batches = torch.Generator().manual_seed(1)
     losses, started = [], time.perf_counter()
     for step in range(steps):
         at = torch.randint(len(text) - TOKENS - 1, (BATCH, 1), generator=batches)
-        ids = text[at + torch.arange(TOKENS + 1)].long()
+        ids = text[at + torch.arange(TOKENS + 1)].long().to(device)
         logits = model(ids[:, :-1], rule)
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
@@ -161,11 +167,12 @@ def train(text, rule, steps):
 @torch.no_grad()
 def generate(model, prompt, count):
     random, decoder = torch.Generator().manual_seed(0), Decoder()
-    ids = torch.tensor([list(prompt.encode())])
+    device = model.embed.weight.device
+    ids = torch.tensor([list(prompt.encode())], device=device)
     written = []
     for _ in range(count):
-        weights = (model(ids, decoder)[0, -1] / 0.7).softmax(-1)
-        ids = torch.multinomial(weights, 1, generator=random)[None]
+        weights = (model(ids, decoder)[0, -1] / 0.7).softmax(-1).cpu()
+        ids = torch.multinomial(weights, 1, generator=random)[None].to(device)
         written.append(ids.item())
     return prompt + bytes(written).decode(errors="replace")
 
@@ -191,13 +198,17 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--picture", default="tiny_lm.png")
     parser.add_argument("--write", type=int, default=400, help="bytes to generate")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
+    if options.device == "cuda":
+        global HEAD
+        HEAD = HEAD_ON_GPU  # 64 and 128 are what the kernels take
     text = python_text()
     print(f"{len(text)} bytes of text")
     curves = {}
     for label, rule in (("plain torch, token loop", plain), ("pylinattn", ours)):
         print(label)
-        model, curves[label] = train(text, rule, options.steps)
+        model, curves[label] = train(text, rule, options.steps, options.device)
     a, b = (torch.tensor(losses) for losses in curves.values())
     last = max(1, options.steps // 10)
     print(
