@@ -12,22 +12,24 @@
 // steep gate has a small gradient, not the rounding of a large one. Decays enter as running products from token to token:
 // no exponential, no overflow, and a full reset is a factor of 0. arXiv:2412.06464, arXiv:2510.26692.
 //
-// A thread has one channel of K, D threads a CTA, one CTA per (chunk, value head), and all is in float. Passes:
-//   1  a and b, from slices of 16 columns of V in shared memory                                         64 x 64 x D, twice
-//   2  S do, S w and D u of all tokens, the same slices again, two halves of 32 tokens                  64 x D x D, three times
-//   3  what they give to dq, dk, dg; running products forwards, backwards
-//   4  pairs: 16 tokens s at a time in registers, t running over the rest of the chunk                  64 x 64 x D, four times
+// One CTA of D threads per (chunk, value head). In passes 1 and 2 a warp has 32 channels of K, or rows of tokens, from then on a
+// thread has one channel. Passes:
+//   1  a and b: tf32 with both factors in two terms, from slices of D / 8 columns of V in shared memory
+//   2  S do, S w and D u likewise
+//   3  what these give to dq, dk, dg; running products forwards, backwards
+//   4  pairs: 16 tokens s at a time in registers, t running over the rest of the chunk; 64 x 64 x D, four times, in float
 //   5  through the gate and the form of beta, sums over the chunk for A_log and dt_bias
-// Shared memory at D = 128: pairs 32 KB, dg and h 2 x 32 KB, slices 13 KB: two CTAs an SM. Registers below 255, the 96 sums of
-// pass 2 with two slices on their way being the most. What a thread reads from global memory is asked for one step ahead.
+// Shared memory at D = 128: pairs 32 KB, dg and h 2 x 32 KB, slices 14 KB: two CTAs an SM. Registers below 255, the 128 sums of
+// pass 2 being the most. What a thread reads from global memory is asked for one step ahead.
 #include "common/device_guard.h"
 #include "common/launch.h"
+#include "ptx/mma.cuh"
 #include "tokens.cuh"
 
 namespace linattn::cuda {
 namespace delta_bwd {
 
-constexpr int kC = kBwdChunk, kPitch = kC + 4, kHalf = kC / 2, kTile = 16;
+constexpr int kC = kBwdChunk, kPitch = kC + 8, kTile = 16;
 
 template <int kD, bool kKdaGate>
 struct ChunkConfig {
@@ -122,99 +124,169 @@ struct ChunkGradients {
         __syncthreads();
     }
 
-    // Pass 1. A thread has tiles of 8 tokens t by 4 tokens s.
+    // Products of 64 tokens with something else over kSlice columns of V, on tensor cores in tf32, each factor in two terms (a half
+    // precision one is exact in one): what is left of the rounding is 2^-21 of a factor. Operands as mma_m16n8k8_tf32 has them.
+    struct Split {
+        uint32_t high, low;
+        __device__ __forceinline__ explicit Split(float x) {
+            high = __float_as_uint(x) & 0xffffe000u;
+            low = __float_as_uint(x - __uint_as_float(high));
+        }
+    };
+    struct Rows {  // 16 tokens of a slice, columns column .. column + 8
+        uint32_t high[4], low[4];
+    };
+    struct Columns {  // 8 of the other factor
+        uint32_t high[2], low[2];
+        __device__ __forceinline__ Columns(float x0, float x1) {
+            const Split a(x0), b(x1);
+            high[0] = a.high, high[1] = b.high, low[0] = a.low, low[1] = b.low;
+        }
+    };
+    static __device__ __forceinline__ int lane_row() { return threadIdx.x % 32 / 4; }
+    static __device__ __forceinline__ int lane_column() { return threadIdx.x % 4; }
+    __device__ __forceinline__ Rows rows(int which, int column, int token) const {
+        Rows r;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Split x(smem.slice[which][column + lane_column() + i / 2 * 4][token + lane_row() + i % 2 * 8]);
+            r.high[i] = x.high, r.low[i] = x.low;
+        }
+        return r;
+    }
+    template <bool kExactRows>
+    static __device__ __forceinline__ void multiply(float (&sum)[4], const Rows &a, const Columns &b) {
+        if (!kExactRows) ptx::mma_m16n8k8_tf32(sum, a.low, b.high[0], b.high[1]);
+        ptx::mma_m16n8k8_tf32(sum, a.high, b.low[0], b.low[1]);
+        ptx::mma_m16n8k8_tf32(sum, a.high, b.high[0], b.high[1]);
+    }
+    // f(row, column, two values) for the pairs of a tile of sums.
+    template <class F>
+    static __device__ __forceinline__ void for_each_pair(const float (&sum)[4], int row, int column, F f) {
+        f(row + lane_row(), column + 2 * lane_column(), make_float2(sum[0], sum[1]));
+        f(row + lane_row() + 8, column + 2 * lane_column(), make_float2(sum[2], sum[3]));
+    }
+
+    static constexpr int kWarps = D / 32, kRowTiles = kC / 16, kOwnTiles = kRowTiles / kWarps, kChannelTiles = 4;
+
+    // The warp's columns of S or D for one step of the products with a state: 8 rows of V, 32 channels.
+    struct StateStep {
+        float x[kChannelTiles][2];
+    };
+    __device__ __forceinline__ StateStep state_step(const float *state, int column) const {
+        StateStep step;
+        const float *from = state + (column + lane_column()) * D + threadIdx.x / 32 * 32 + lane_row();
+#pragma unroll
+        for (int n = 0; n < kChannelTiles; ++n)
+            step.x[n][0] = column < D ? from[8 * n] : 0.0f, step.x[n][1] = column < D ? from[8 * n + 4 * D] : 0.0f;
+        return step;
+    }
+
+    // Pass 1: a and b, a warp's own rows of tokens t.
     __device__ __forceinline__ void pairs() const {
-        constexpr int kTiles = kC / 8 * (kC / 4) / D;
-        float a[kTiles][8][4] = {}, b[kTiles][8][4] = {};
-        const auto tile_t = [](int i) { return (threadIdx.x + i * D) / (kC / 4) * 8; };
-        const auto tile_s = [](int i) { return (threadIdx.x + i * D) % (kC / 4) * 4; };
+        const int own = threadIdx.x / 32 * kOwnTiles;
+        float a[kOwnTiles][kC / 8][4] = {}, b[kOwnTiles][kC / 8][4] = {};
         Slice slice;
-        if (kTiles == 1) fetch(slice, 0);
+        fetch(slice, 0);
+#pragma unroll 1
         for (int first = 0; first < D; first += kSlice) {
-            if (kTiles > 1) fetch(slice, first);  // no registers for the next one
             deposit(slice);
-            if (kTiles == 1 && first + kSlice < D) fetch(slice, first + kSlice);
-#pragma unroll 4
-            for (int column = 0; column < kSlice; ++column)
+            if (first + kSlice < D) fetch(slice, first + kSlice);
+#pragma unroll 1
+            for (int column = 0; column < kSlice; column += 8)
 #pragma unroll
-                for (int i = 0; i < kTiles; ++i) {
-                    alignas(16) float d_o[8], w[8], u[4];
-                    const auto four = [&](int which, int token, float *x) {
-                        *reinterpret_cast<float4 *>(x) = *reinterpret_cast<const float4 *>(&smem.slice[which][column][token]);
-                    };
-                    four(0, tile_t(i), d_o), four(0, tile_t(i) + 4, d_o + 4), four(2, tile_s(i), u);
-                    four(1, tile_t(i), w), four(1, tile_t(i) + 4, w + 4);
+                for (int m = 0; m < kOwnTiles; ++m) {
+                    const Rows d_o = rows(0, column, 16 * (own + m)), w = rows(1, column, 16 * (own + m));
 #pragma unroll
-                    for (int t = 0; t < 8; ++t)
-#pragma unroll
-                        for (int s = 0; s < 4; ++s)
-                            a[i][t][s] = fmaf(d_o[t], u[s], a[i][t][s]), b[i][t][s] = fmaf(w[t], u[s], b[i][t][s]);
+                    for (int n = 0; n < kC / 8; ++n) {
+                        if (n >= 2 * (own + m + 1)) continue;  // no s <= t
+                        const auto u = [&](int k) { return smem.slice[2][column + lane_column() + k][8 * n + lane_row()]; };
+                        const Columns others(u(0), u(4));
+                        multiply<true>(a[m][n], d_o, others);
+                        multiply<false>(b[m][n], w, others);
+                    }
                 }
         }
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i)
+        for (int m = 0; m < kOwnTiles; ++m)
 #pragma unroll
-            for (int t = 0; t < 8; ++t)
-#pragma unroll
-                for (int s = 0; s < 4; ++s) {
-                    smem.a[tile_t(i) + t][tile_s(i) + s] = a[i][t][s];
-                    smem.b[tile_t(i) + t][tile_s(i) + s] = tile_t(i) + t == tile_s(i) + s ? 0.0f : b[i][t][s];
-                }
+            for (int n = 0; n < kC / 8; ++n) {
+                for_each_pair(a[m][n], 16 * (own + m), 8 * n,
+                              [&](int t, int s, float2 x) { *reinterpret_cast<float2 *>(&smem.a[t][s]) = x; });
+                for_each_pair(b[m][n], 16 * (own + m), 8 * n, [&](int t, int s, float2 x) {
+                    *reinterpret_cast<float2 *>(&smem.b[t][s]) = make_float2(t == s ? 0.0f : x.x, t == s + 1 ? 0.0f : x.y);
+                });
+            }
     }
 
-    // Passes 2 and 3: what S and D give.
-    __device__ __forceinline__ void states() const {
-        const int64_t at = (c.index * call.p.HV + c.head) * D * D + channel;
-        const float *S = call.w.states + at, *grad = call.w.grads + at;
-        float both = 0.0f, faded = 1.0f;  // row sum of S o D; d_{0..t}
-        for (int half = 0; half < kC; half += kHalf) {
-            if (half >= c.length) break;
-            float of_do[kHalf] = {}, of_w[kHalf] = {}, of_u[kHalf] = {};
-            Slice slice;
-            fetch(slice, 0);
-            constexpr int kAhead = 4;
-            struct Column {
-                float S, grad;
-            } columns[kAhead];
-            const auto column_at = [&](int column) -> Column { return {S[column * D], grad[column * D]}; };
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) columns[i] = column_at(i);
-            for (int first = 0; first < D; first += kSlice) {
-                deposit(slice);
-                if (first + kSlice < D) fetch(slice, first + kSlice);
+    // Products of a state with kCount of the slices from kFirst on, all tokens, a warp's own channels: put(i, t, channel, two values).
+    template <int kFirst, int kCount, class Put>
+    __device__ __forceinline__ void with_state(const float *state, Put put) const {
+        float sum[kCount][kRowTiles][kChannelTiles][4] = {};
+        Slice slice;
+        fetch(slice, 0);
+        StateStep next = state_step(state, 0);
 #pragma unroll 1
-                for (int group = 0; group < kSlice; group += kAhead)
+        for (int first = 0; first < D; first += kSlice) {
+            deposit(slice);
+            if (first + kSlice < D) fetch(slice, first + kSlice);
+#pragma unroll 1
+            for (int column = 0; column < kSlice; column += 8) {
+                const StateStep step = next;
+                next = state_step(state, first + column + 8);
 #pragma unroll
-                    for (int i = 0; i < kAhead; ++i) {
-                        const int column = group + i;
-                        const float s = columns[i].S, g = columns[i].grad;
-                        if (first + column + kAhead < D) columns[i] = column_at(first + column + kAhead);
-                        if (half == 0) both = fmaf(s, g, both);
+                for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-                        for (int t = 0; t < kHalf; t += 4) {
-                            const auto four = [&](int which) {
-                                return *reinterpret_cast<const float4 *>(&smem.slice[which][column][half + t]);
-                            };
-                            const float4 d_o = four(0), w = four(1), u = four(2);
-                            of_do[t] = fmaf(s, d_o.x, of_do[t]), of_do[t + 1] = fmaf(s, d_o.y, of_do[t + 1]);
-                            of_do[t + 2] = fmaf(s, d_o.z, of_do[t + 2]), of_do[t + 3] = fmaf(s, d_o.w, of_do[t + 3]);
-                            of_w[t] = fmaf(s, w.x, of_w[t]), of_w[t + 1] = fmaf(s, w.y, of_w[t + 1]);
-                            of_w[t + 2] = fmaf(s, w.z, of_w[t + 2]), of_w[t + 3] = fmaf(s, w.w, of_w[t + 3]);
-                            of_u[t] = fmaf(g, u.x, of_u[t]), of_u[t + 1] = fmaf(g, u.y, of_u[t + 1]);
-                            of_u[t + 2] = fmaf(g, u.z, of_u[t + 2]), of_u[t + 3] = fmaf(g, u.w, of_u[t + 3]);
+                    for (int i = 0; i < kCount; ++i) {
+                        const Rows x = rows(kFirst + i, column, 16 * m);
+#pragma unroll
+                        for (int n = 0; n < kChannelTiles; ++n) {
+                            const Columns others(step.x[n][0], step.x[n][1]);
+                            if (kFirst + i == 0)
+                                multiply<true>(sum[i][m][n], x, others);
+                            else
+                                multiply<false>(sum[i][m][n], x, others);
                         }
                     }
             }
+        }
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) {
-                const int t = half + i;
-                if (t >= c.length) continue;
-                faded *= decay(t);
-                dq(t) = scale * faded * of_do[i];
-                dk(t) = -faded * of_w[i];
-                smem.h[t][channel] = faded * (scale * q(t) * of_do[i] - k(t) * of_w[i]);
-                smem.dg[t][channel] = of_u[i];
-            }
+        for (int i = 0; i < kCount; ++i)
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < kChannelTiles; ++n)
+                    for_each_pair(sum[i][m][n], 16 * m, threadIdx.x / 32 * 32 + 8 * n,
+                                  [&](int t, int of_channel, float2 x) { put(i, t, of_channel, x); });
+    }
+
+    // Pass 2: S do and S w, to where dq and dk will be, and D u, to where dg will be.
+    __device__ __forceinline__ void states() const {
+        const int64_t at = (c.index * call.p.HV + c.head) * D * D;
+        with_state<0, 2>(call.w.states + at, [&](int i, int t, int of_channel, float2 x) {
+            float *const to = i == 0 ? call.w.dq : call.w.dk;
+            if (t < c.length) *reinterpret_cast<float2 *>(to + value_row(t) + of_channel) = x;
+        });
+        with_state<2, 1>(call.w.grads + at, [&](int, int t, int of_channel, float2 x) {
+            *reinterpret_cast<float2 *>(&smem.dg[t][of_channel]) = x;
+        });
+        __syncthreads();
+    }
+
+    // Pass 3: decays of what S and D give.
+    __device__ __forceinline__ void borders() const {
+        const int64_t at = (c.index * call.p.HV + c.head) * D * D + channel;
+        float both = 0.0f, faded = 1.0f;  // row sum of S o D; d_{0..t}
+#pragma unroll 8
+        for (int column = 0; column < D; ++column)
+            both = fmaf(call.w.states[at + column * D], call.w.grads[at + column * D], both);
+#pragma unroll 4
+        for (int t = 0; t < c.length; ++t) {
+            faded *= decay(t);
+            const float of_do = faded * dq(t), of_w = faded * dk(t);
+            dq(t) = scale * of_do;
+            dk(t) = -of_w;
+            smem.h[t][channel] = scale * q(t) * of_do - k(t) * of_w;
         }
         float left = 1.0f;  // d_{t..end}
         for (int t = c.length - 1; t >= 0; --t) {
@@ -374,6 +446,7 @@ __global__ void __launch_bounds__(C::D) delta_bwd_chunk_kernel(const __grid_cons
         const ChunkGradients<C> gradients{call, chunk, smem};
         gradients.pairs();
         gradients.states();
+        gradients.borders();
         gradients.tokens();
         gradients.gates();
     }
