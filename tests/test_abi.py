@@ -130,8 +130,8 @@ def claims(cell, op):
     """(dtype, K, V, answer) that a cell of the table promises."""
     words = re.findall(r"\w+", cell)
     for word, dtype in DTYPE_WORDS.items():
-        if op == "delta_commit":
-            continue  # its cell names the dtypes of the verify call; what was kept is fp32 or fp64
+        if op in ("delta_commit", "segment_merge"):
+            continue  # its cell names the dtypes of the call before it; what that gives is fp32 or fp64
         if "K, V <= 256" in cell:
             sizes = ((1, 256), (256, 1), (128, 128)), ((257, 64), (64, 257))
         elif "K = V = 64, 128" in cell:
@@ -148,8 +148,6 @@ def test_readme_support_table_is_what_the_library_answers(device):
     check(set(table) == set(OPS + BACKWARD_OPS), f"README's table has the ops {sorted(table)}")
     for op, row in table.items():
         cell = row["cpu" if device.kind == "cpu" else "cuda"]
-        missing = device.kind == "cuda" and op in BACKWARD_OPS
-        check((cell == "-") == missing, f"README says {cell!r} of {op}")
         for dtype, K, V, answer in claims(cell, op):
             support = pylinattn.supports(op, device=device.kind, dtype=dtype, K=K, V=V)
             check(bool(support) == answer, f"README on {op} {dtype} K={K} V={V}: {support!r}")
@@ -247,11 +245,10 @@ def test_versions_and_devices():
     check(lib.linattn_device_query(0, ffi.NULL) == lib.LINATTN_ERR_VALUE, "a NULL info was taken")
 
 
-@pytest.mark.parametrize("op", BACKWARD_OPS)
-def test_ops_without_a_gpu_kernel_are_unsupported_there(op):
-    support = pylinattn.supports(op, device="cuda", dtype="bf16", K=64, V=64)
-    check(not support and support.reason, f"supports says yes to {op} on a GPU")
-    check(op in support.reason, f"the reason does not name {op}: {support.reason}")
+def test_gpu_ops_name_what_they_do_not_take():
+    for op in OPS + BACKWARD_OPS:
+        support = pylinattn.supports(op, device="cuda", dtype="bf16", K=96, V=96)
+        check(not support and op in support.reason, f"{op}, K = V = 96 on a GPU: {support!r}")
 
 
 def test_supports():
