@@ -106,6 +106,22 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
             pool[side], *kept[side][1:], table([3, 4, 9])[side], read_indices=rows[side]
         )
     compare(f"{name}, committed", *pool)
+    if v_first:
+        continue  # the passes of the gradients do not depend on the order of the strides
+    initial, final = (states(3, D, state_dtype, v_first) for _ in range(2))
+    bias = pair(rng.random((HV, D) if kda else HV), np.float32)
+    gate = {"gate": "softplus", "A_log": pair(rng.random(HV), np.float32), "dt_bias": bias}
+    both(
+        f"{name}, backward", getattr(pylinattn, f"{family}_bwd"),
+        [*packed, pair(rng.standard_normal(packed[2][1].shape), dtype)], cu_seqlens=lengths,
+        initial_state=initial, d_final_state=final, **gate,
+    )  # fmt: skip
+    maps = both(f"{name}, map", getattr(pylinattn, f"{family}_segment"), packed, cu_seqlens=lengths)
+    ends = [
+        pylinattn.segment_merge(M[None], h[None], initial_state=initial[side])
+        for side, (M, h) in enumerate(maps)
+    ]
+    compare(f"{name}, merged", ends[0][1], ends[1][1])
 
 cp.cuda.runtime.deviceSynchronize()
 print(f"every kernel ran; largest relative error from the CPU {worst:.1e}")
