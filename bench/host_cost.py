@@ -1,8 +1,9 @@
-"""Host time of one Python call, taken apart: python bench/host_cost.py
+"""Host time of one Python call, taken apart: python bench/host_cost.py [--device cuda]
 
-Calls of one token and one small head on the CPU, so that nearly all of the time is what a call costs
-on the host. Each part is timed on its own; "rest" is the whole less the parts: argument passing,
-options, the result. Writes bench/results/host_cost_cpu.json and prints a table.
+On the CPU, calls of one token and one small head, so that nearly all of the time is what a call costs on the host; on a GPU,
+decode calls whose kernels take less time than the call. Each part is timed on its own; "rest" is the whole less the parts:
+argument passing, options, the result. "launch" is an empty kernel with as many threads and bytes of parameters, launched
+through cudaLaunchKernelExC; "c" is the library's call less that. Writes bench/results/host_cost_{cpu,h200}.json and prints a table.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cffi
 import numpy as np
 import torch
 from source_tree import commit_id, tree_id
@@ -26,8 +29,15 @@ import pylinattn
 from pylinattn import _call
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results" / "host_cost_cpu.json"
-PARTS = ("borrow", "allocate", "pack", "workspace", "c", "rest")
+RESULTS = ROOT / "bench" / "results"
+PARTS = ("borrow", "stream", "allocate", "pack", "workspace", "c", "launch", "rest")
+PARAMETER_BYTES, THREADS = 1400, 384  # of a decode kernel, about
+EMPTY_PTX = f"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry empty(.param .align 8 .b8 p[{PARAMETER_BYTES}]) {{ ret; }}
+"""
 
 
 class Dlpack:
@@ -43,34 +53,80 @@ class Dlpack:
         return self._x.__dlpack_device__()
 
 
-def microseconds(call: Callable[[], Any], rounds: int = 400, calls: int = 40) -> float:
-    """The best of many rounds, each shorter than a time slice of a busy machine."""
-    return min(timeit.repeat(call, number=calls, repeat=rounds)) / calls * 1e6
+def microseconds(call: Callable[[], Any], calls: int = 40) -> float:
+    """The best of many rounds, each shorter than a time slice of a busy machine and than a GPU's queue."""
+    gpu = torch.cuda.is_initialized()
+    idle: Any = torch.cuda.synchronize if gpu else "pass"
+    rounds = 100 if gpu else 400
+    return min(timeit.repeat(call, idle, number=calls, repeat=rounds)) / calls * 1e6
 
 
-def arguments(library: str) -> dict[str, Any]:
-    """Every argument of a call with the gate activated inside and a pool of states, K = V = 4."""
-    K = V = 4
+def empty_launch() -> Callable[[], Any]:
+    """A launch of a kernel that does nothing, by the CUDA runtime that torch has loaded."""
+    ffi = cffi.FFI()
+    ffi.cdef("""
+        typedef struct { unsigned grid[3], block[3]; size_t shared; void *stream, *attributes; unsigned count; } config;
+        int cudaLibraryLoadData(void **, const char *, void *, void *, unsigned, void *, void *, unsigned);
+        int cudaLibraryGetKernel(void **, void *, const char *);
+        int cudaLaunchKernelExC(const config *, const void *, void **);
+    """)
+    maps = Path("/proc/self/maps").read_text()
+    found = re.search(r"/\S*libcudart\.so\S*", maps)
+    if not found:
+        raise RuntimeError("torch has loaded no libcudart")
+    runtime = ffi.dlopen(found[0])
+    null, library, kernel = ffi.NULL, ffi.new("void **"), ffi.new("void **")
+    ptx = ffi.new("char[]", EMPTY_PTX.encode())
+    parameters = ffi.new(f"char[{PARAMETER_BYTES}]")
+    arguments = ffi.new("void *[]", [parameters])
+    stream = ffi.cast("void *", torch.cuda.current_stream().cuda_stream)
+    launch = ffi.new("config *", ((1, 1, 1), (THREADS, 1, 1), 0, stream, null, 0))
+
+    def checked(status: int) -> None:
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
+
+    checked(runtime.cudaLibraryLoadData(library, ptx, null, null, 0, null, null, 0))
+    checked(runtime.cudaLibraryGetKernel(kernel, library[0], b"empty"))
+    run, function, keep = runtime.cudaLaunchKernelExC, kernel[0], (library, parameters)
+    checked(run(launch, function, arguments))
+
+    def call(_: Any = keep) -> Any:
+        return run(launch, function, arguments)
+
+    return call
+
+
+def arguments(library: str, device: str) -> dict[str, Any]:
+    """Every argument of a call with the gate activated inside and a pool of states: one head and K = V = 4, or 32 and 128."""
+    heads, K, dtype = (32, 128, torch.bfloat16) if device == "cuda" else (1, 4, torch.float32)
+    V = K
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
         return rng.standard_normal(shape, np.float32)
 
     given = {
-        "q": normal(1, 1, 1, K),
-        "k": normal(1, 1, 1, K),
-        "v": normal(1, 1, 1, V),
-        "g": normal(1, 1, 1, K),
-        "beta": normal(1, 1, 1),
-        "state": np.zeros((1, 1, K, V), np.float32),
-        "A_log": normal(1),
-        "dt_bias": normal(1, K),
+        "q": normal(1, 1, heads, K),
+        "k": normal(1, 1, heads, K),
+        "v": normal(1, 1, heads, V),
+        "g": -np.abs(normal(1, 1, heads, K)),
+        "beta": normal(1, 1, heads),
+        "state": np.zeros((1, heads, K, V), np.float32),
+        "A_log": normal(heads),
+        "dt_bias": normal(heads, K),
         "read_indices": np.zeros(1, np.int32),
         "write_indices": np.zeros(1, np.int32),
-        "o": np.empty((1, 1, 1, V), np.float32),
+        "o": np.empty((1, 1, heads, V), np.float32),
     }
-    wrap = {"numpy": lambda x: x, "torch": torch.from_numpy, "dlpack": Dlpack}[library]
-    return {name: wrap(x) for name, x in given.items()}
+
+    def to_torch(x: Any, name: str) -> Any:
+        y = torch.from_numpy(x).to(device)
+        return y.to(dtype) if name in ("q", "k", "v", "o") else y
+
+    if library == "torch":
+        return {name: to_torch(x, name) for name, x in given.items()}
+    return {name: Dlpack(x) if library == "dlpack" else x for name, x in given.items()}
 
 
 def recorded(call: Callable[[], Any]) -> tuple[_call.Call, tuple[Any, ...], Any]:
@@ -85,9 +141,11 @@ def recorded(call: Callable[[], Any]) -> tuple[_call.Call, tuple[Any, ...], Any]
     return seen[0], seen[1], result
 
 
-def measure(op: str, library: str, gated: bool, made: tuple[str, ...]) -> dict[str, Any]:
+def measure(
+    op: str, library: str, gated: bool, made: tuple[str, ...], device: str, launch_us: float
+) -> dict[str, Any]:
     """One row: `made` are the outputs that the call allocates, by the names of what they look like."""
-    x = arguments(library)
+    x = arguments(library, device)
     inputs = [x[name] for name in ("q", "k", "v", "g", "beta")]
     options: dict[str, Any] = {}
     if gated:
@@ -125,23 +183,33 @@ def measure(op: str, library: str, gated: bool, made: tuple[str, ...]) -> dict[s
         if "state" in made:
             c.make_states(1, v, v, state, "empty")
 
+    place = c.first[1].device_id
+    stream_us = microseconds(lambda: c._library.stream(place)) if device == "cuda" else 0.0
     row: dict[str, Any] = {
         "op": op,
         "library": library,
         "arrays": len(tensors),
         "allocated": len(made),
         "whole_us": microseconds(whole),
-        "borrow_us": microseconds(borrow),
+        "borrow_us": microseconds(borrow) - stream_us,
+        "stream_us": stream_us,
         "allocate_us": microseconds(allocate) if made else 0.0,
         "pack_us": microseconds(lambda: c.op.pack(c.op.size, *fields)),
         "workspace_us": microseconds(lambda: c.op.workspace_bytes(args, fields)),
-        "c_us": microseconds(lambda: c.op.run(args)),
+        "c_us": microseconds(lambda: c.op.run(args)) - launch_us,
+        "launch_us": launch_us,
     }
     row["rest_us"] = row["whole_us"] - sum(row[f"{part}_us"] for part in PARTS if part != "rest")
     return {name: round(y, 2) if isinstance(y, float) else y for name, y in row.items()}
 
 
-CASES = (
+CASES: dict[str, tuple[tuple[str, str, bool, tuple[str, ...]], ...]] = {}
+CASES["cuda"] = (
+    ("kda_decode", "torch", False, ("v",)),
+    ("kda_decode", "torch", False, ()),
+    ("kda_decode", "torch", True, ()),
+)
+CASES["cpu"] = (
     ("kda_decode", "torch", False, ("v",)),
     ("kda_decode", "torch", False, ()),
     ("kda_decode", "torch", True, ("v",)),
@@ -162,11 +230,16 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file to write")
+    parser.add_argument("--device", choices=sorted(CASES), default="cpu")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
     options = parser.parse_args()
-    rows = [measure(*case) for case in CASES]
+    gpu = options.device == "cuda"
+    out = options.out or RESULTS / f"host_cost_{'h200' if gpu else 'cpu'}.json"
+    launch_us = microseconds(empty_launch()) if gpu else 0.0  # initialises CUDA
+    rows = [measure(*case, options.device, launch_us) for case in CASES[options.device]]
     result = {
         "cpu": processor(),
+        "gpu": torch.cuda.get_device_name() if gpu else None,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "cffi")},
@@ -176,8 +249,8 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print("| op | arrays of | arrays | of them allocated | whole | " + " | ".join(PARTS) + " |")
     print("|---" * (len(PARTS) + 5) + "|")
     for row in rows:

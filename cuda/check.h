@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "error.h"
 #include "include/linattn.h"
@@ -126,7 +127,7 @@ class Checker {
             if (dims_[i].symbol == symbol) return dims_[i].size;
         return otherwise;
     }
-    void bind(const char *symbol, int64_t size, const char *because) { dims_[bound_++] = {symbol, size, because}; }
+    void bind(std::string_view symbol, int64_t size, const char *because) { dims_[bound_++] = {symbol, size, because}; }
 
     // Outputs must not touch anything else, except for pairs named by allow_same (the very same array).
     void allow_same(const linattn_tensor &a, const linattn_tensor &b) { allowed_[allowed_count_++] = {&a, &b}; }
@@ -167,7 +168,7 @@ class Checker {
 
   private:
     struct Dim {
-        std::string symbol;
+        std::string_view symbol;  // of a literal
         int64_t size;
         const char *because;
     };
@@ -215,11 +216,11 @@ class Checker {
         int axis = 0;
         for (const char *p = shape + 1; *p && *p != '|'; ++axis) {
             const char *end = p + std::strcspn(p, ",]");
-            std::string symbol(p, static_cast<size_t>(end - p));
+            std::string_view symbol(p, static_cast<size_t>(end - p));
             int64_t plus = 0;
-            if (size_t at = symbol.find('+'); at != std::string::npos) {
-                plus = std::atoi(symbol.c_str() + at + 1);
-                symbol.resize(at);
+            if (size_t at = symbol.find('+'); at != symbol.npos) {
+                plus = std::atoi(symbol.data() + at + 1);
+                symbol = symbol.substr(0, at);
             }
             p = end + 1;
             if (axis >= t.ndim) continue;
@@ -231,11 +232,11 @@ class Checker {
                 if (dims_[i].symbol != symbol) continue;
                 known = true;
                 if (dims_[i].size != size)
-                    fail(Status::Value, "%s: %s must have shape %s where %s is %lld (from %s), got %s", op_, name, shape,
-                         symbol.c_str(), static_cast<long long>(dims_[i].size), dims_[i].because,
-                         shape_text(t.shape, t.ndim).c_str());
+                    fail(Status::Value, "%s: %s must have shape %s where %.*s is %lld (from %s), got %s", op_, name, shape,
+                         static_cast<int>(symbol.size()), symbol.data(), static_cast<long long>(dims_[i].size),
+                         dims_[i].because, shape_text(t.shape, t.ndim).c_str());
             }
-            if (!known) bind(symbol.c_str(), size, name);
+            if (!known) bind(symbol, size, name);
         }
         if (axis != t.ndim)
             fail(Status::Value, "%s: %s must have shape %s, got %s", op_, name, shape, shape_text(t.shape, t.ndim).c_str());

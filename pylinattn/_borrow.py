@@ -40,6 +40,8 @@ class Torch(Library):
         self.dtypes = {native: code for code, native in self.native.items()}
         self.layouts: dict[Any, Layout] = {}
         self.records_gradients = torch.is_grad_enabled
+        # The same answer without a Stream object, which takes microseconds to make.
+        self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
     def borrow(self, x: Array, caller: Caller, name: str, write: bool) -> Borrowed:
         try:
@@ -82,7 +84,9 @@ class Torch(Library):
         )
 
     def stream(self, device_id: int) -> int:
-        return int(self.torch.cuda.current_stream(device_id).cuda_stream)
+        if self.raw_stream is None:
+            return int(self.torch.cuda.current_stream(device_id).cuda_stream)
+        return int(self.raw_stream(device_id))
 
     def make(self, kind: str, like: Array, shape: tuple[int, ...], dtype: int) -> Array:
         x = getattr(self.torch, kind)(shape, dtype=self.native[dtype], device=like.device)

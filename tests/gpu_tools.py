@@ -52,3 +52,16 @@ def random_inputs(family, B, T, H, HV, D, generator):
     g = torch.rand(gates, dtype=torch.bfloat16, **options).div_(-16)
     beta = torch.rand(B, T, HV, **options)
     return dict(q=normal(B, T, H, D), k=normal(B, T, H, D), v=normal(B, T, HV, D), g=g, beta=beta)
+
+
+def capture(function):
+    """A CUDA graph of the function, which runs once before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph

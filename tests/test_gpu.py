@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from arrays import CPU, gpu_device
 from cases import Case
-from gpu_tools import CUDA, FAMILIES, outputs_like, random_inputs, run, same_bits, tensors, torch
+from gpu_tools import (
+    CUDA,
+    FAMILIES,
+    capture,
+    outputs_like,
+    random_inputs,
+    run,
+    same_bits,
+    tensors,
+    torch,
+)
 from harness import Forward, check, check_forward, check_states, forward, forward_call
 
 import pylinattn
@@ -44,9 +54,12 @@ def test_last_path(gpu, op):
 @pytest.mark.parametrize("state", ["f32", "bf16"])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decode_and_recurrent_kernels_agree_in_bits(gpu, generator, family, D, state, order):
-    """A pool whose states are padded inside takes the recurrent kernel, a contiguous one the other."""
-    N, T, H, HV = 40, 3, 2, 4
+@pytest.mark.parametrize(
+    "N", [8, 40, 300], ids="N{}".format
+)  # a state over several SMs, one, several each
+def test_decode_and_recurrent_kernels_agree_in_bits(gpu, generator, N, family, D, state, order):
+    """A pool whose states are padded inside takes the recurrent kernel, a contiguous one another."""
+    T, H, HV = 3, 2, 4
     options = dict(device=CUDA, generator=generator)
     q, k = (torch.randn(N, T, H, D, **options).bfloat16() for _ in range(2))
     v = torch.randn(N, T, HV, D, **options).bfloat16()
@@ -317,18 +330,6 @@ def test_busy_card(generator):
 
 
 # ---- CUDA graphs
-
-
-def capture(function):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,26 +2,29 @@
 //
 //   S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = scale S^T q        arXiv:2412.06464, arXiv:2510.26692
 //
-// One CTA per SM walks over the tiles: the states of (sequence, value head) pairs, or for few pairs slices of kWidth columns of V,
-// so that every SM has some. A state lies contiguous in its pool (D x D elements); a tile comes and goes in bulk copies.
-// kStages tiles are in shared memory, one being computed, the others arriving or leaving.
+// One CTA per SM walks over the tiles, the states of (sequence, value head) pairs. A state lies contiguous in its pool (D x D
+// elements) and comes in one bulk copy. kStages tiles are in shared memory, two being computed, the others on their way.
 //
 //   warpgroups 0 and 1, consumers: two groups of four warps, which take the tiles in turn, so that one computes while the other
-//                        waits: state to registers . tokens . state to its stage
-//   warp 8, loads states     row from the table . wait for a free stage . bulk loads . what the tile is (Tile)
-//   warp 9, stores states    wait for a tile to be ready . bulk store . free the stage once it has been read
-//   warps 10, 11, tokens     of one group each: q, k, v, g, beta . normalise, gate . the group's ring of token slots
+//                        waits: state to registers . tokens . state to the pool
+//   warp 8, moves states     rows from the tables . wait until the stage is done with . bulk store of what is in it . bulk load
+//   warps 9, 10, tokens      decode: of one group each: q, k, v, g, beta . normalise, gate . the group's ring of slots
+//
+// For verify a group prepares its own tokens, kBlock at a time, the loads in flight while the block or the tile before is
+// computed: the first two warps of group 0 and the last two of group 1, one on each scheduler. Two warps would not keep up.
 //
 // The order of the last two strides decides how consumers hold the state, because shared memory is as the pool is:
 //   V-first (K contiguous)   a warp owns a quarter of the columns and all of K; lane (lk, lv) as in tile.cuh; sums over K by 3
 //                            exchanges in the warp.
-//   K-first (V contiguous)   a warp owns all columns of the tile and the rows of K that the lanes lk = warp and warp + 4 hold in
-//                            tile.cuh; the four warps' sums meet in shared memory, in the order of those exchanges.
+//   K-first (V contiguous)   a warp owns all columns of the tile and the rows of K that the lanes lk = warp and warp + 4 hold
+//                            in tile.cuh; the four warps' sums meet in shared memory, in the order of those exchanges.
 // So every layout and delta_recurrent_kernel sum in the same order and agree in bits.
+// K-first states go from registers to the pool, 256 or 512 bytes of a row at a time; V-first ones, whose pieces are shorter, go
+// back to their stage and leave in one bulk copy.
 //
-// Shared memory at D = 128: 3 stages of 64 KB (fp32; bf16 5 of 32 KB) + 8 token slots of 2 KB + 8 KB of sums (K-first) = 217 KB.
-// Registers: consumers 208 (state 128, sums 8), producers 88: 256 x 208 + 128 x 88 = 384 x 168, what the CTA
-// starts with (to ask for more waits for ever).
+// Shared memory at D = 128: 3 stages of 64 KB (fp32; bf16 6 of 32 KB) + 8 token slots of 2 KB + sums 16 KB (K-first) = 225 KB.
+// Registers: consumers 200 or 232 (state 128, sums 16; verify: the next tokens 22 to 30), other warps the rest of 384 x 168,
+// what the CTA starts with (to ask for more waits for ever).
 #pragma once
 #include "common/device_guard.h"
 #include "common/launch.h"
@@ -35,24 +38,27 @@
 
 namespace linattn::cuda::delta_decode {
 
-template <int kD, bool kKdaGate, class StateT, bool kVFirstOrder, int kSliceCount>
+template <int kD, bool kKdaGate, class StateT, bool kVFirstOrder, bool kDecode>
 struct Config {
-    static constexpr int D = kD, kSlices = kSliceCount, kWidth = D / kSlices;  // columns of V in a tile
-    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
+    static constexpr int D = kD;
+    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kTokenWarps = kDecode, kBulkStore = kVFirst;
     using State = StateT;
     static constexpr int kGroups = 2, kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;  // of consumers
-    static constexpr int kThreads = kGroups * kGroupThreads + 32 * (2 + kGroups);
-    static constexpr int kLanes = D / 8, kTokenBlock = 32 / kLanes;  // lanes per token; tokens prepared at once
-    static constexpr int kTokenStages = 2;                           // of each group
-    static constexpr int kTileBytes = D * kWidth * static_cast<int>(sizeof(State));
-    static constexpr int kStages = kTileBytes == 65536 ? 3 : 5;
-    static_assert(kVFirst || kSlices == 1, "slices are contiguous only where K is");
-    static constexpr int kClasses = kVFirst ? 1 : 2;                   // values of lk that a lane stands for
-    static constexpr int kRows = D / 8;                                // rows of K of each
-    static constexpr int kCols = kVFirst ? kWidth / 16 : kWidth / 32;  // columns of V that a lane holds
+    static constexpr int kThreads = kGroups * kGroupThreads + 128;  // a whole warpgroup, because setmaxnreg counts in them
+    static constexpr int kConsumerRegisters = !kTokenWarps ? 232 : kVFirst && sizeof(State) == 4 ? 208 : 200;
+    static constexpr int kOtherRegisters = 3 * 168 - 2 * kConsumerRegisters;
+    static constexpr int kLanes = D / 8;                             // per token
+    static constexpr int kJobs = 32 / kLanes;                        // tokens that a token warp has in flight
+    static constexpr int kBlock = kGroupThreads / 2 / kLanes;        // tokens that a group prepares at once
+    static constexpr int kSlots = kTokenWarps ? 2 * kJobs : kBlock;  // tokens in shared memory, of each group
+    static constexpr int kTileBytes = D * D * static_cast<int>(sizeof(State));
+    static constexpr int kStages = kTileBytes == 65536 ? 3 : 6;
+    static constexpr int kClasses = kVFirst ? 1 : 2;         // values of lk that a lane stands for
+    static constexpr int kRows = D / 8;                      // rows of K of each
+    static constexpr int kCols = kVFirst ? D / 16 : D / 32;  // columns of V that a lane holds
 };
 
-// What the consumers need to know of a tile in a stage.
+// What is known of a tile in a stage.
 struct Tile {
     int64_t write_offset;        // elements into state_out, -1: not written
     int64_t o_offset, u_offset;  // elements into o and kept_u, of the first token
@@ -62,87 +68,112 @@ struct Tile {
 
 template <class C>
 struct alignas(128) Smem {
-    typename C::State state[C::kStages][C::D * C::kWidth];
-    TokenSlot<C::D, C::kKda, C::kWidth> token[C::kGroups][C::kTokenStages][C::kTokenBlock];
-    float sum[C::kGroups][2][C::kVFirst ? 1 : C::kGroupWarps][C::kWidth];  // K-first: S^T k and S^T q by warp
-    float u[C::kGroups][C::kWidth];
+    typename C::State state[C::kStages][C::D * C::D];
+    TokenSlot<C::D, C::kKda, C::D> token[C::kGroups][C::kSlots];
+    // K-first: S^T k and S^T q by warp. Two of each: those of the next token are written while others read.
+    float sum[C::kVFirst ? 1 : C::kGroups][2][2][C::kGroupWarps][C::kVFirst ? 1 : C::D];
     Tile tile[C::kStages];
-    // Tile j of a CTA lies in stage j mod kStages, and its arrival is told by barrier j mod 2 kStages, on which one group alone waits:
-    // were it shared, a group could take the phase before for its own while the other's tile is late (seen as a hang).
-    uint64_t full[2 * C::kStages], ready[C::kStages], empty[C::kStages];
-    uint64_t token_ring[C::kGroups][2 * C::kTokenStages];
+    // Tile j of a CTA lies in stage j mod kStages, and its arrival is told by barrier j mod 2 kStages, on which one group alone
+    // waits: were it shared, a group could take the phase before for its own while the other's tile is late (seen as a hang).
+    uint64_t full[2 * C::kStages], done[C::kStages];
+    uint64_t token_ring[C::kGroups][2 * C::kSlots];
 };
 
 constexpr uint32_t kGroupMeets = 1;  // named barriers, of group 0 and of group 1
 
 template <class C>
 __device__ __forceinline__ Item item_of(const DeltaParams &p, int i) {
-    int heads = static_cast<int>(p.HV), pair = i / C::kSlices;
-    return make_item(p, pair / heads, pair % heads, i % C::kSlices * C::kWidth);
+    int heads = static_cast<int>(p.HV);
+    return make_item(p, i / heads, i % heads, 0);
 }
 
-// Element of a state where the columns of a tile begin.
-__device__ __forceinline__ int64_t tile_offset(const Tensor &t, int64_t row, const Item &item) {
-    return row * t.stride[0] + item.head * t.stride[1] + item.v_cta * t.stride[3];
-}
-
+// Each lane looks up a tile of the next 32, so that the loads of their tables overlap; then they move the states in turn.
 template <class C>
-__device__ void load_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
-    RingState<C::kStages> at;
-    RingState<2 * C::kStages> arrival;
-    if (threadIdx.x % 32 != 0) return;
-    for (int i = blockIdx.x; i < tiles; i += gridDim.x, at.advance(), arrival.advance()) {
-        Item item = item_of<C>(p, i);
-        int64_t read = pool_row(p.read_indices, item.n, p.P), write = p.state_out ? pool_row(p.write_indices, item.n, p.F) : -1;
-        uint32_t full = ptx::shared_address(&smem.full[arrival.stage]);
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.empty[at.stage]), at.phase ^ 1);
-        Tile &tile = smem.tile[at.stage];
-        tile.write_offset = read < 0 || write < 0 ? -1 : tile_offset(p.state_out, write, item);
-        tile.o_offset = token_offset(p.o, item, 0) + item.v_cta;
-        tile.u_offset = p.kept_u ? token_offset(p.kept_u, item, 0) + item.v_cta : 0;
-        tile.length = item.length;
-        tile.padding = read < 0;
-        if (read < 0) {
-            ptx::mbarrier_arrive(full);
-            continue;
+__device__ void move_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
+    int lane = threadIdx.x % 32, step = gridDim.x, count = (tiles - static_cast<int>(blockIdx.x) + step - 1) / step;
+    auto empty = [&](int number) {  // the stage of a tile, once consumers are done with it
+        int stage = number % C::kStages;
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.done[stage]), number / C::kStages % 2);
+        if constexpr (C::kBulkStore) {
+            if (int64_t offset = smem.tile[stage].write_offset; offset >= 0) {
+                ptx::cp_async_bulk_store(reinterpret_cast<typename C::State *>(p.state_out.data) + offset,
+                                         ptx::shared_address(smem.state[stage]), C::kTileBytes);
+                ptx::cp_async_bulk_commit_group();
+                ptx::cp_async_bulk_wait_group_read<0>();
+            }
         }
-        ptx::mbarrier_arrive_expect_tx(full, C::kTileBytes);
-        auto *from = reinterpret_cast<const typename C::State *>(p.state_in.data) + tile_offset(p.state_in, read, item);
-        ptx::cp_async_bulk_load(ptx::shared_address(smem.state[at.stage]), from, C::kTileBytes, full);
+    };
+    for (int first = 0; first < count; first += 32) {
+        int number = first + lane;
+        Tile tile = {};
+        const typename C::State *from = nullptr;
+        if (number < count) {
+            Item item = item_of<C>(p, blockIdx.x + number * step);
+            int64_t read = pool_row(p.read_indices, item.n, p.P),
+                    write = p.state_out ? pool_row(p.write_indices, item.n, p.F) : -1;
+            auto at = [&](const Tensor &t, int64_t row) { return row * t.stride[0] + item.head * t.stride[1]; };
+            tile.write_offset = read < 0 || write < 0 ? -1 : at(p.state_out, write);
+            tile.o_offset = token_offset(p.o, item, 0);
+            tile.u_offset = p.kept_u ? token_offset(p.kept_u, item, 0) : 0;
+            tile.length = item.length;
+            tile.padding = read < 0;
+            if (read >= 0) from = reinterpret_cast<const typename C::State *>(p.state_in.data) + at(p.state_in, read);
+        }
+        for (int j = 0; j < 32 && first + j < count; ++j) {
+            if (lane == j) {
+                int stage = number % C::kStages;
+                uint32_t full = ptx::shared_address(&smem.full[number % (2 * C::kStages)]);
+                if (number >= C::kStages) empty(number - C::kStages);
+                smem.tile[stage] = tile;
+                if (tile.padding) {
+                    ptx::mbarrier_arrive(full);
+                } else {
+                    ptx::mbarrier_arrive_expect_tx(full, C::kTileBytes);
+                    ptx::cp_async_bulk_load(ptx::shared_address(smem.state[stage]), from, C::kTileBytes, full);
+                }
+            }
+            __syncwarp();
+        }
     }
+    if (!C::kBulkStore || lane != 0) return;
+    for (int number = count < C::kStages ? 0 : count - C::kStages; number < count; ++number) empty(number);
 }
 
-template <class C>
-__device__ void store_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
-    RingState<C::kStages> at;
-    if (threadIdx.x % 32 != 0) return;
-    for (int i = blockIdx.x; i < tiles; i += gridDim.x, at.advance()) {
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.ready[at.stage]), at.phase);
-        if (int64_t offset = smem.tile[at.stage].write_offset; offset >= 0) {
-            ptx::cp_async_bulk_store(reinterpret_cast<typename C::State *>(p.state_out.data) + offset,
-                                     ptx::shared_address(smem.state[at.stage]), C::kTileBytes);
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read<0>();
-        }
-        ptx::mbarrier_arrive(ptx::shared_address(&smem.empty[at.stage]));
-    }
-}
-
+// Decode: the tokens of a group's tiles, one after the other, in turn by the kJobs groups of kLanes lanes of a warp: with one
+// token per sequence too, several are in flight. Tokens of padding come along, so that nothing here waits for the table.
 template <class C>
 __device__ void produce_tokens(const DeltaParams &p, Smem<C> &smem, int tiles, int group) {
-    Ring<C::kTokenStages> ring{ptx::shared_address(smem.token_ring[group])};
-    RingState<C::kTokenStages> at;
-    int own = threadIdx.x % 32 / C::kLanes;
-    for (int i = blockIdx.x + group * gridDim.x; i < tiles; i += C::kGroups * gridDim.x) {
-        Item item = item_of<C>(p, i);
-        if (pool_row(p.read_indices, item.n, p.P) < 0) continue;
-        TokenLoader<C::D, C::kKda, C::kWidth, true> tokens(p, item);
-        for (int first = 0; first < item.length; first += C::kTokenBlock, at.advance()) {
-            tokens.fetch(first + own);
-            ring.wait_empty(at);
-            tokens.deposit(first + own, smem.token[group][at.stage][own]);
-            ptx::mbarrier_arrive(ring.full(at.stage));
+    Ring<C::kSlots> ring{ptx::shared_address(smem.token_ring[group])};
+    RingState<C::kSlots> at;
+    int step = C::kGroups * gridDim.x, i = blockIdx.x + group * gridDim.x, token = threadIdx.x % 32 / C::kLanes;
+    at.stage = token;
+    Item item = {};
+    auto find = [&](bool next) {  // the tile that token belongs to, and its number there
+        for (; i < tiles; i += step, next = true) {
+            if (next) item = item_of<C>(p, i);
+            if (token < item.length) return;
+            token -= item.length;
         }
+    };
+    find(true);
+    while (__any_sync(0xffffffffu, i < tiles)) {
+        bool mine = i < tiles;
+        RawToken<C::kKda> raw;
+        RawGate<C::kKda> gate;
+        if (mine) {
+            using Source = TokenSource<C::D, C::kKda, C::D>;
+            Source(p, item).fetch(p, token, raw);
+            Source::fetch_gate(p, item.head, gate);
+            ring.wait_empty(at);
+        }
+        __syncwarp();
+        deposit<C::D, C::kKda, C::D>(p, raw, gate, mine, smem.token[group][at.stage], [] { return Kept(); });
+        if (mine) ptx::mbarrier_arrive(ring.full(at.stage));
+        token += C::kJobs;
+        at.stage += C::kJobs;
+        if (at.stage >= C::kSlots) at.stage -= C::kSlots, at.phase ^= 1;
+        find(false);
+        __syncwarp();
     }
 }
 
@@ -153,7 +184,7 @@ struct Share {
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % C::kGroupWarps; }
     static __device__ __forceinline__ int column() {
-        return C::kVFirst ? warp() * (C::kWidth / 4) + C::kCols * (lane() / 8) : C::kCols * lane();
+        return C::kVFirst ? warp() * (C::D / 4) + C::kCols * (lane() / 8) : C::kCols * lane();
     }
 
     __device__ __forceinline__ int lk(int c) const { return C::kVFirst ? lane() % 8 : warp() + 4 * c; }
@@ -172,7 +203,7 @@ struct Share {
 #pragma unroll
                 for (int r = 0; r < (C::kVFirst ? C::kCols : 1); ++r)
                     f(C::kVFirst ? (column() + r) * C::D + 8 * kk + 4 * lk(c)
-                                 : (32 * (kk / 4) + 4 * lk(c) + kk % 4) * C::kWidth + column(),
+                                 : (32 * (kk / 4) + 4 * lk(c) + kk % 4) * C::D + column(),
                       c, kk, r);
     }
     __device__ __forceinline__ float &value(int c, int kk, int r, int i) { return C::kVFirst ? s[c][kk + i][r] : s[c][kk][i]; }
@@ -184,138 +215,104 @@ struct Share {
             for (int i = 0; i < kVector; ++i) value(c, kk, r, i) = static_cast<float>(v.x[i]);
         });
     }
-    __device__ __forceinline__ void store(typename C::State *stage) {
+    __device__ __forceinline__ void store(typename C::State *state) {
         for_each_vector([&](int at, int c, int kk, int r) {
             Vector v;
 #pragma unroll
             for (int i = 0; i < kVector; ++i) v.x[i] = static_cast<typename C::State>(value(c, kk, r, i));
-            *reinterpret_cast<Vector *>(stage + at) = v;
+            *reinterpret_cast<Vector *>(state + at) = v;
         });
     }
 };
 
-// Where a token's results go; column 0 of the tile. What a register can be spared for is read from p, in constant memory.
-struct Results {
-    const DeltaParams &p;
-    uint16_t *o;
-    float *kept_u;  // may be null
-
-    __device__ __forceinline__ void put_o(int column, float x, float qk, float u) const {  // o = scale (S^T q + (q . k) u)
-        float y = static_cast<float>(p.scale) * fmaf(qk, u, x);
-        o[column] =
-            p.o.dtype == DType::BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(y)) : __half_as_ushort(__float2half_rn(y));
-    }
-    __device__ __forceinline__ void put_u(int column, float x) const {
-        if (kept_u) kept_u[column] = x;
-    }
-};
-
-// Sums over the eight lanes lk: an exchange halves what a lane carries, until one is left.
-template <int kCarried, int kMask, int kSums>
-__device__ __forceinline__ void sum_over_lanes(float (&sum)[kSums], int lk) {
-    constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
-    bool upper = lk & kMask;
+// K-first: the sums of the warps in the order of the exchanges above (lanes lk and lk + 4 have met in the warp already).
+template <class C>
+__device__ __forceinline__ Columns<C::kCols> sum_over_warps(const float (&part)[C::kGroupWarps][C::kVFirst ? 1 : C::D],
+                                                            int column) {
+    Columns<C::kCols> p[4], total;
 #pragma unroll
-    for (int i = 0; i < kNext; ++i) {
-        float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
-        float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
-        sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kMask);
-    }
-    if constexpr (kMask > 1) sum_over_lanes<kNext, kMask / 2>(sum, lk);
+    for (int w = 0; w < 4; ++w) p[w] = load_columns<C::kCols>(&part[w][column]);
+#pragma unroll
+    for (int r = 0; r < C::kCols; ++r) total.x[r] = (p[0].x[r] + p[2].x[r]) + (p[1].x[r] + p[3].x[r]);
+    return total;
 }
 
-// K-first: y = S^T k and z = S^T q of the warps to u, in shared memory and in the order of the exchanges above (lanes lk and lk + 4
-// have met in the warp already).
+// S is decayed, and y = S^T k and z = S^T q are summed over the rows of class c.
 template <class C, class Slot>
-__device__ __forceinline__ void finish_in_group(const Share<C> &S, Smem<C> &smem, int group, const Slot &x,
-                                                const float (&y)[C::kCols], const float (&z)[C::kCols], const Results &to,
-                                                float (&u)[C::kCols]) {
-    auto &sum = smem.sum[group];
-#pragma unroll
-    for (int r = 0; r < C::kCols; ++r) sum[0][S.warp()][S.column() + r] = y[r], sum[1][S.warp()][S.column() + r] = z[r];
-    ptx::bar_sync(kGroupMeets + group, C::kGroupThreads);
-    int column = static_cast<int>(threadIdx.x) % C::kGroupThreads;
-    if (column < C::kWidth) {
-        auto total = [&](int which) {
-            const auto &part = sum[which];
-            return (part[0][column] + part[2][column]) + (part[1][column] + part[3][column]);
-        };
-        float own = x.beta * (x.v[column] - total(0));
-        smem.u[group][column] = own;
-        to.put_u(column, own);
-        to.put_o(column, total(1), x.qk, own);
-    }
-    ptx::bar_sync(kGroupMeets + group, C::kGroupThreads);
-#pragma unroll
-    for (int r = 0; r < C::kCols; ++r) u[r] = smem.u[group][S.column() + r];
-}
-
-// A sum by lane to make: sum = S^T w.
-struct Term {
-    const float *w;
-    float *sum;
-};
-
-// S is decayed, or not, and the terms are summed over the rows of class c.
-template <class C, bool kDecay, class Slot, class... Terms>
-__device__ __forceinline__ void product(Share<C> &S, const Slot &x, int c, Terms... terms) {
+__device__ __forceinline__ void decay_and_multiply(Share<C> &S, const Slot &x, int c, float (&y)[C::kCols],
+                                                   float (&z)[C::kCols]) {
 #pragma unroll
     for (int kk = 0; kk < C::kRows; kk += 4) {
-        if (kDecay) {
-            float4 g4 = gamma4(x, S.lk(c), kk);
-            const float g[4] = {g4.x, g4.y, g4.z, g4.w};
+        float4 g4 = gamma4(x, S.lk(c), kk), k4 = share4(x.k, S.lk(c), kk), q4 = share4(x.q, S.lk(c), kk);
+        const float g[4] = {g4.x, g4.y, g4.z, g4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int r = 0; r < C::kCols; ++r) S.s[c][kk + i][r] = __fmul_rn(S.s[c][kk + i][r], g[i]);
-        }
-        auto add = [&](const float *w, float *sum) {
-            float4 w4 = share4<C::D>(w, S.lk(c), kk);
-            const float f[4] = {w4.x, w4.y, w4.z, w4.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int r = 0; r < C::kCols; ++r) sum[r] = fmaf(S.s[c][kk + i][r], f[i], sum[r]);
-        };
-        (add(terms.w, terms.sum), ...);
+            for (int r = 0; r < C::kCols; ++r) {
+                float &s = S.s[c][kk + i][r];
+                s = __fmul_rn(s, g[i]);
+                y[r] = fmaf(s, k[i], y[r]);
+                z[r] = fmaf(s, q[i], z[r]);
+            }
     }
 }
 
-// One token, with its slot's vectors.
+// One token, with its slot's vectors: the outputs, and u for update(). turn: number of the token among the group's.
 template <class C, class Slot>
-__device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, int group, const Slot &x, const Results &to) {
-    float y[C::kCols] = {}, z[C::kCols] = {}, u[C::kCols];  // S^T k, S^T q; one after the other, to need fewer registers
+__device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, int group, const Slot &x, int turn, const Results &to,
+                                     float (&u)[C::kCols]) {
+    float y[C::kCols] = {}, z[C::kCols] = {};  // S^T k, S^T q
+    decay_and_multiply<C>(S, x, 0, y, z);
     if constexpr (C::kVFirst) {
         constexpr int kTwins = 8 / C::kCols;  // lanes that end with the same column
         int lk = S.lane() & 7, column = S.column() + lk / kTwins;
-        product<C, true>(S, x, 0, Term{x.k, y});
         sum_over_lanes<C::kCols, 4>(y, lk);
-        product<C, false>(S, x, 0, Term{x.q, z});
         sum_over_lanes<C::kCols, 4>(z, lk);
         float own = x.beta * (x.v[column] - y[0]);
 #pragma unroll
         for (int r = 0; r < C::kCols; ++r) u[r] = __shfl_sync(0xffffffffu, own, (S.lane() & 24) + r * kTwins);
         if (lk % kTwins == 0) {
-            to.put_u(column, own);
-            to.put_o(column, z[0], x.qk, own);
+            if (to.kept_u) to.kept_u[column] = own;
+            to.o[column] = static_cast<uint16_t>(to.o_bits(z[0], x.qk, own));
         }
     } else {
-        float more[C::kCols] = {};
-        product<C, true>(S, x, 0, Term{x.k, y});
-        product<C, true>(S, x, 1, Term{x.k, more});
+        float y1[C::kCols] = {}, z1[C::kCols] = {};
+        decay_and_multiply<C>(S, x, 1, y1, z1);
+        auto &sum = smem.sum[group][turn % 2];
+        Columns<C::kCols> both;
 #pragma unroll
-        for (int r = 0; r < C::kCols; ++r) y[r] += more[r], more[r] = 0.0f;
-        product<C, false>(S, x, 0, Term{x.q, z});
-        product<C, false>(S, x, 1, Term{x.q, more});
+        for (int r = 0; r < C::kCols; ++r) both.x[r] = y[r] + y1[r];
+        *reinterpret_cast<Columns<C::kCols> *>(&sum[0][S.warp()][S.column()]) = both;
 #pragma unroll
-        for (int r = 0; r < C::kCols; ++r) z[r] += more[r];
-        finish_in_group<C>(S, smem, group, x, y, z, to, u);
+        for (int r = 0; r < C::kCols; ++r) both.x[r] = z[r] + z1[r];
+        *reinterpret_cast<Columns<C::kCols> *>(&sum[1][S.warp()][S.column()]) = both;
+        ptx::bar_sync(kGroupMeets + group, C::kGroupThreads);
+        Columns<C::kCols> v = load_columns<C::kCols>(&x.v[S.column()]), total = sum_over_warps<C>(sum[0], S.column()), all_u;
+#pragma unroll
+        for (int r = 0; r < C::kCols; ++r) u[r] = all_u.x[r] = x.beta * (v.x[r] - total.x[r]);
+        if (to.kept_u && S.warp() == (turn + 2) % 4) *reinterpret_cast<Columns<C::kCols> *>(to.kept_u + S.column()) = all_u;
+        if (S.warp() == turn % 4) {
+            total = sum_over_warps<C>(sum[1], S.column());
+            uint32_t words[C::kCols / 2];
+#pragma unroll
+            for (int r = 0; r < C::kCols; r += 2)
+                words[r / 2] = to.o_bits(total.x[r], x.qk, u[r]) | to.o_bits(total.x[r + 1], x.qk, u[r + 1]) << 16;
+            if constexpr (C::kCols == 4)
+                *reinterpret_cast<uint2 *>(to.o + S.column()) = make_uint2(words[0], words[1]);
+            else
+                *reinterpret_cast<uint32_t *>(to.o + S.column()) = words[0];
+        }
     }
+}
+
+// S = S + k u^T
+template <class C, class Slot>
+__device__ __forceinline__ void update(Share<C> &S, const Slot &x, const float (&u)[C::kCols]) {
 #pragma unroll
     for (int c = 0; c < C::kClasses; ++c)
 #pragma unroll
         for (int kk = 0; kk < C::kRows; kk += 4) {
-            float4 k4 = share4<C::D>(x.k, S.lk(c), kk);
+            float4 k4 = share4(x.k, S.lk(c), kk);
             const float k[4] = {k4.x, k4.y, k4.z, k4.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -324,45 +321,111 @@ __device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, int group, cons
         }
 }
 
+// Verify: the tokens of a group's tiles, on their way from global memory to the group's slots.
+template <class C>
+struct Tokens {
+    using Source = TokenSource<C::D, C::kKda, C::D>;
+    const DeltaParams &p;
+    int own;  // token of a block that this thread works on, -1: none
+    Item item;
+    RawToken<C::kKda> raw;
+    RawGate<C::kKda> gate;
+
+    __device__ __forceinline__ Tokens(const DeltaParams &params, int group)
+        : p(params), own(static_cast<int>(threadIdx.x) % C::kGroupThreads) {
+        if (group == 1) own -= C::kGroupThreads / 2;
+        own = own < 0 || own >= C::kGroupThreads / 2 ? -1 : own / C::kLanes;
+    }
+    __device__ __forceinline__ void go_to(int tile) {
+        item = item_of<C>(p, tile);
+        if (own < 0) return;
+        Source::fetch_gate(p, item.head, gate);
+        fetch(0);
+    }
+    __device__ __forceinline__ void fetch(int first) {
+        if (own >= 0 && first + own < item.length) Source(p, item).fetch(p, first + own, raw);
+    }
+    __device__ __forceinline__ void finish(int first, TokenSlot<C::D, C::kKda, C::D> (&slots)[C::kSlots]) const {
+        if (own < 0) return;  // whole warps
+        deposit<C::D, C::kKda, C::D>(p, raw, gate, first + own < item.length, slots[own],
+                                     [&] { return Kept(p, item, first + own); });
+    }
+};
+
 template <class C>
 __device__ void consume(const DeltaParams &p, Smem<C> &smem, int tiles, int group) {
-    Ring<C::kTokenStages> token_ring{ptx::shared_address(smem.token_ring[group])};
-    RingState<C::kTokenStages> from;
+    Ring<C::kSlots> token_ring{ptx::shared_address(smem.token_ring[group])};
+    RingState<C::kSlots> from;
     RingState<2 * C::kStages> at;
     Share<C> S;
-    Results to = {p, nullptr, nullptr};
+    Results to = {nullptr, nullptr, static_cast<float>(p.scale), p.o.dtype == DType::BF16};
+    int turn = 0, stride = C::kGroups * gridDim.x, i = blockIdx.x + group * gridDim.x;
+    if (i >= tiles) return;
+    auto meet = [&] { ptx::bar_sync(kGroupMeets + group, C::kGroupThreads); };
+    auto arrive = [](uint32_t barrier) {  // what a warp is done with, told by one lane
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
+    };
+    Tokens<C> tokens(p, group);
+    auto look_ahead = [&] {
+        if (i + stride < tiles) tokens.go_to(i + stride);
+    };
+    if constexpr (!C::kTokenWarps) tokens.go_to(i);
     if (group == 1) at.advance();
-    for (int i = blockIdx.x + group * gridDim.x; i < tiles; i += C::kGroups * gridDim.x, at.advance(), at.advance()) {
+    for (; i < tiles; i += stride, at.advance(), at.advance()) {
         int stage = at.stage < C::kStages ? at.stage : at.stage - C::kStages;
-        auto ready = [&] { ptx::mbarrier_arrive(ptx::shared_address(&smem.ready[stage])); };
+        uint32_t done = ptx::shared_address(&smem.done[stage]);
         ptx::mbarrier_wait_parity(ptx::shared_address(&smem.full[at.stage]), at.phase);
-        const Tile &tile = smem.tile[stage];
-        bool written = tile.write_offset >= 0;
-        int length = tile.length;
+        Tile tile = smem.tile[stage];
+        bool written = tile.write_offset >= 0, leaves_from_stage = C::kBulkStore && written;
+        if (!tile.padding) S.load(smem.state[stage]);
+        if (!leaves_from_stage) arrive(done);
         if (tile.padding) {
-            zero_outputs<C::D, C::kKda, C::kWidth, true, C::kGroupThreads>(p, item_of<C>(p, i), threadIdx.x % C::kGroupThreads);
-            ready();
+            zero_outputs<C::D, C::kKda, C::D, true, C::kGroupThreads>(p, item_of<C>(p, i), threadIdx.x % C::kGroupThreads);
+            if constexpr (C::kTokenWarps) {
+                for (int t = 0; t < tile.length; ++t, from.advance()) {
+                    token_ring.wait_full(from);
+                    arrive(token_ring.empty(from.stage));
+                }
+            } else {
+                look_ahead();
+            }
             continue;
         }
         to.o = reinterpret_cast<uint16_t *>(p.o.data) + tile.o_offset;
         to.kept_u = p.kept_u ? reinterpret_cast<float *>(p.kept_u.data) + tile.u_offset : nullptr;
-        S.load(smem.state[stage]);
-        if (!written) ready();  // the stage is free
-        for (int t = 0; t < length; ++t) {
-            int slot = t % C::kTokenBlock;
-            if (slot == 0) token_ring.wait_full(from);
-            step<C>(S, smem, group, smem.token[group][from.stage][slot], to);
+        auto one_token = [&](const auto &x, bool last) {
+            float u[C::kCols];
+            step<C>(S, smem, group, x, turn, to, u);
+            if (written || !last) update<C>(S, x, u);
+            ++turn;
             to.o += p.o.stride[1];
             if (to.kept_u) to.kept_u += p.kept_u.stride[1];
-            if (slot == C::kTokenBlock - 1 || t == length - 1) {
-                ptx::mbarrier_arrive(token_ring.empty(from.stage));
-                from.advance();
+        };
+        if constexpr (C::kTokenWarps) {
+            for (int t = 0; t < tile.length; ++t, from.advance()) {
+                token_ring.wait_full(from);
+                one_token(smem.token[group][from.stage], t == tile.length - 1);
+                arrive(token_ring.empty(from.stage));
+            }
+        } else {
+            for (int first = 0; first < tile.length; first += C::kBlock) {
+                meet();  // the slots are free
+                tokens.finish(first, smem.token[group]);
+                meet();
+                int next = first + C::kBlock;
+                next < tile.length ? tokens.fetch(next) : look_ahead();
+                for (int t = first; t < next && t < tile.length; ++t)
+                    one_token(smem.token[group][t - first], t == tile.length - 1);
             }
         }
-        if (!written) continue;
-        S.store(smem.state[stage]);
-        ptx::fence_proxy_async_shared_cta();
-        ready();
+        if (leaves_from_stage) {
+            S.store(smem.state[stage]);
+            ptx::fence_proxy_async_shared_cta();
+            arrive(done);
+        } else if (written) {
+            S.store(reinterpret_cast<typename C::State *>(p.state_out.data) + tile.write_offset);
+        }
     }
 }
 
@@ -370,26 +433,25 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) delta_decode_kernel(const __grid_constant__ DeltaParams p) {
     extern __shared__ __align__(128) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
-    int tiles = static_cast<int>(p.N * p.HV) * C::kSlices, warp = threadIdx.x / 32;
-    constexpr int kConsumerWarps = C::kGroups * C::kGroupWarps;
+    int tiles = static_cast<int>(p.N * p.HV), warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (auto &full : smem.full) ptx::mbarrier_init(ptx::shared_address(&full), 1);
-        for (auto &ready : smem.ready) ptx::mbarrier_init(ptx::shared_address(&ready), C::kGroupThreads);
-        for (auto &empty : smem.empty) ptx::mbarrier_init(ptx::shared_address(&empty), 1);
-        for (auto &tokens : smem.token_ring) Ring<C::kTokenStages>{ptx::shared_address(tokens)}.init(32, C::kGroupThreads);
+        for (auto &done : smem.done) ptx::mbarrier_init(ptx::shared_address(&done), C::kGroupWarps);
+        for (auto &tokens : smem.token_ring) Ring<C::kSlots>{ptx::shared_address(tokens)}.init(C::kLanes, C::kGroupWarps);
+        ptx::fence_mbarrier_init();
     }
     __syncthreads();
+    constexpr int kConsumerWarps = C::kGroups * C::kGroupWarps;
     if (warp < kConsumerWarps) {
-        ptx::setmaxnreg_inc<208>();
+        ptx::setmaxnreg_inc<C::kConsumerRegisters>();
         consume(p, smem, tiles, warp / C::kGroupWarps);
     } else {
-        ptx::setmaxnreg_dec<88>();
-        if (warp == kConsumerWarps)
-            load_states(p, smem, tiles);
-        else if (warp == kConsumerWarps + 1)
-            store_states(p, smem, tiles);
-        else
-            produce_tokens(p, smem, tiles, warp - kConsumerWarps - 2);
+        ptx::setmaxnreg_dec<C::kOtherRegisters>();
+        if (warp == kConsumerWarps) move_states(p, smem, tiles);
+        if constexpr (C::kTokenWarps) {
+            int group = warp - kConsumerWarps - 1;
+            if (group == 0 || group == 1) produce_tokens(p, smem, tiles, group);
+        }
     }
     zero_tail<C::D, C::kThreads>(p);
 }
@@ -397,7 +459,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) delta_decode_kernel(const __gr
 template <class C>
 void launch_config(const DeltaParams &p, int multiprocessors) {
     static_assert(sizeof(Smem<C>) <= 232448, "227 KB of shared memory per CTA");
-    int64_t tiles = p.N * p.HV * C::kSlices;
+    int64_t tiles = p.N * p.HV;
     LaunchConfig config;
     config.grid.x = tiles < multiprocessors && !p.zero_tail ? tiles : multiprocessors;
     config.block.x = C::kThreads;
@@ -406,19 +468,21 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     launch("delta_decode_kernel", delta_decode_kernel<C>, config, p);
 }
 
+template <int D, bool kKda, class State>
+void launch_state(const DeltaParams &p, int multiprocessors) {
+    bool v_first = p.state_in.stride[2] == 1;
+    if (p.op == Op::Decode)
+        v_first ? launch_config<Config<D, kKda, State, true, true>>(p, multiprocessors)
+                : launch_config<Config<D, kKda, State, false, true>>(p, multiprocessors);
+    else
+        v_first ? launch_config<Config<D, kKda, State, true, false>>(p, multiprocessors)
+                : launch_config<Config<D, kKda, State, false, false>>(p, multiprocessors);
+}
+
 template <int D, bool kKda>
 void launch_for(const DeltaParams &p, int multiprocessors) {
-    bool v_first = p.state_in.stride[2] == 1, f32 = p.state_in.dtype == DType::F32;
-    // Slices of V give every SM some of the few states. Only V-first ones, whose columns are contiguous: row by row it is slower.
-    if (v_first && p.N * p.HV * 2 <= multiprocessors)
-        f32 ? launch_config<Config<D, kKda, float, true, D / 32>>(p, multiprocessors)
-            : launch_config<Config<D, kKda, __nv_bfloat16, true, D / 32>>(p, multiprocessors);
-    else if (v_first)
-        f32 ? launch_config<Config<D, kKda, float, true, 1>>(p, multiprocessors)
-            : launch_config<Config<D, kKda, __nv_bfloat16, true, 1>>(p, multiprocessors);
-    else
-        f32 ? launch_config<Config<D, kKda, float, false, 1>>(p, multiprocessors)
-            : launch_config<Config<D, kKda, __nv_bfloat16, false, 1>>(p, multiprocessors);
+    p.state_in.dtype == DType::F32 ? launch_state<D, kKda, float>(p, multiprocessors)
+                                   : launch_state<D, kKda, __nv_bfloat16>(p, multiprocessors);
 }
 
 }  // namespace linattn::cuda::delta_decode

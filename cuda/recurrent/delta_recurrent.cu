@@ -15,6 +15,8 @@
 //
 // Shared memory at D = 128: 16 slots x (q, k, gamma: 512 B each, v and u: 64 kWarps B each) = 32 KB with 4 warps.
 // Registers: state 64, k and q 32, gamma 16 (KDA), sums 8, fetched block 22: below 168 (3 CTAs of 4 warps on an SM).
+#include <type_traits>
+
 #include "common/device_guard.h"
 #include "common/launch.h"
 #include "recurrent.h"
@@ -43,8 +45,31 @@ struct Smem {
     float u[C::kSlots][C::kColumns];
 };
 
+// The tokens of an item on their way to their slots, one of a block for each group of lanes.
 template <class C>
-using Tokens = TokenLoader<C::D, C::kKda, C::kColumns, C::kDrafts>;
+struct Tokens {
+    const DeltaParams &p;
+    const Item &item;
+    TokenSource<C::D, C::kKda, C::kColumns> source;
+    RawToken<C::kKda> raw;
+    RawGate<C::kKda> gate;
+
+    __device__ __forceinline__ Tokens(const DeltaParams &params, const Item &i) : p(params), item(i), source(params, i) {
+        source.fetch_gate(p, item.head, gate);
+    }
+    __device__ __forceinline__ void fetch(int token) {
+        if (token < item.length) source.fetch(p, token, raw);
+    }
+    __device__ __forceinline__ void finish(int token, TokenSlot<C::D, C::kKda, C::kColumns> &slot) const {
+        deposit<C::D, C::kKda, C::kColumns>(p, raw, gate, token < item.length, slot,
+                                            [&] { return C::kDrafts && item.v_cta == 0 ? Kept(p, item, token) : Kept(); });
+    }
+};
+
+struct Nothing {
+    template <class... Args>
+    __device__ __forceinline__ Nothing(const Args &...) {}
+};
 
 // Where a lane writes its output: o of token 0, then one stride of T per token.
 struct Output {
@@ -74,7 +99,7 @@ __device__ __forceinline__ void step(const Output &out, Smem<C> &smem, StateTile
 #pragma unroll
     for (int kk = 0; kk < C::D / 8; kk += 4) {
         S.decay4(kk, gamma4(x, lk, kk));
-        float4 k4 = share4<C::D>(x.k, lk, kk), q4 = share4<C::D>(x.q, lk, kk);
+        float4 k4 = share4(x.k, lk, kk), q4 = share4(x.q, lk, kk);
         const float k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -100,7 +125,7 @@ __device__ __forceinline__ void step(const Output &out, Smem<C> &smem, StateTile
 #pragma unroll
     for (int i = 0; i < 4; ++i) u[i] = __shfl_sync(0xffffffffu, u_own, (lane & 24) + i);
 #pragma unroll
-    for (int kk = 0; kk < C::D / 8; kk += 4) S.update4(kk, share4<C::D>(x.k, lk, kk), u);
+    for (int kk = 0; kk < C::D / 8; kk += 4) S.update4(kk, share4(x.k, lk, kk), u);
     float u_mine = __shfl_sync(0xffffffffu, u_own, (lane & 24) + r);
     if (lk >= 4)
         out.store(token, out.scale * fmaf(x.qk, u_mine, sum[0]));
@@ -145,7 +170,7 @@ __device__ void verify(const DeltaParams &p, const Item &item, Smem<C> &smem, St
         Tokens<C> tokens(p, item);
         for (int t = own; t < own + item.length; t += C::kBlock) {
             tokens.fetch(t);
-            tokens.deposit(t, smem.token[t % C::kSlots]);
+            tokens.finish(t, smem.token[t % C::kSlots]);
         }
         __syncthreads();
     }
@@ -166,7 +191,7 @@ __device__ void verify(const DeltaParams &p, const Item &item, Smem<C> &smem, St
 #pragma unroll
                 for (int kk = 0; kk < C::D / 8; kk += 4) {
                     S.decay4(kk, gamma4(smem.token[a], lk, kk));
-                    S.update4(kk, share4<C::D>(smem.token[a].k, lk, kk), u);
+                    S.update4(kk, share4(smem.token[a].k, lk, kk), u);
                 }
             }
         }
@@ -207,14 +232,18 @@ __device__ void run_item(const DeltaParams &p, const Item &item, Smem<C> &smem) 
     }
     Output out = Output::of<C>(p, item);
     int own = threadIdx.x / C::kGroup;  // token of the block that this thread's group handles
-    Tokens<C> tokens(p, item);
     auto slot_of = [&](int token) -> auto & { return smem.token[token % C::kSlots]; };
-    tokens.fetch(own);
-    tokens.deposit(own, slot_of(own));
+    auto prepare = [&](int token) {  // nothing of it lives through the steps
+        Tokens<C> tokens(p, item);
+        tokens.fetch(token);
+        tokens.finish(token, slot_of(token));
+    };
+    std::conditional_t<C::kDrafts, Nothing, Tokens<C>> tokens(p, item);
+    prepare(own);
     __syncthreads();
     for (int first = 0; first < item.length; first += C::kBlock) {
         int next = first + C::kBlock, end = next < item.length ? next : item.length;
-        if (!C::kDrafts && next < item.length) tokens.fetch(next + own);
+        if constexpr (!C::kDrafts) tokens.fetch(next + own);
         for (int t = first; t < end; ++t) {
             step<C>(out, smem, S, t);
             if constexpr (!C::kDrafts) {
@@ -225,8 +254,10 @@ __device__ void run_item(const DeltaParams &p, const Item &item, Smem<C> &smem) 
             }
         }
         if (next < item.length) {
-            if (C::kDrafts) tokens.fetch(next + own);
-            tokens.deposit(next + own, slot_of(next + own));
+            if constexpr (C::kDrafts)
+                prepare(next + own);
+            else
+                tokens.finish(next + own, slot_of(next + own));
         }
         __syncthreads();
     }
@@ -236,7 +267,7 @@ __device__ void run_item(const DeltaParams &p, const Item &item, Smem<C> &smem) 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? (C::kDrafts ? 3 : 2) : 8)
+__global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? 2 : 8)
     delta_recurrent_kernel(const __grid_constant__ DeltaParams p) {
     extern __shared__ __align__(16) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);

@@ -3,7 +3,7 @@
 // Lane (lk, lv) = (lane & 7, lane >> 3) holds rows k = 32 j + 4 lk + i (j < D/32, i < 4) of columns v = 4 lv + r (r < 4). Both
 // stride orders then move 8 or 16 bytes a lane: four rows i of one column (V-first) or four columns r of one row (K-first), and
 // the sums over K run in the same order, so the order of the strides does not change a bit of the result.
-// In shared memory a vector over K lies permuted, element k at lk * (D/8) + 4 j + i: a lane's share is contiguous.
+// In shared memory a vector over K lies as it is: lanes 0..7 then read 128 bytes side by side, without bank conflicts.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,24 +16,31 @@ namespace linattn::cuda {
 
 constexpr int kTileV = 16;  // columns of V that a warp owns
 
-template <int D>
-__device__ __forceinline__ int permuted(int k) {
-    return ((k >> 2) & 7) * (D / 8) + (k >> 5) * 4 + (k & 3);
-}
-
 __device__ __forceinline__ float bf16_bits(uint32_t bits) { return __uint_as_float(bits << 16); }
 
-// One value of any floating dtype of the GPU ops (f32, bf16, f16).
-__device__ __forceinline__ float load_float(const Tensor &t, int64_t at) {
-    if (t.dtype == DType::F32) return reinterpret_cast<const float *>(t.data)[at];
-    uint16_t bits = reinterpret_cast<const uint16_t *>(t.data)[at];
-    return t.dtype == DType::BF16 ? bf16_bits(bits) : __half2float(__ushort_as_half(bits));
+// One value of any floating dtype of the GPU ops (f32, bf16, f16): as it lies, and what it means. Apart, because what follows a
+// load waits for it, and the next load behind that.
+__device__ __forceinline__ uint32_t load_bits(const Tensor &t, int64_t at) {
+    return t.dtype == DType::F32 ? reinterpret_cast<const uint32_t *>(t.data)[at]
+                                 : reinterpret_cast<const uint16_t *>(t.data)[at];
 }
 
-__device__ __forceinline__ int64_t load_int(const Tensor &t, int64_t at) {
-    return t.dtype == DType::I32 ? reinterpret_cast<const int32_t *>(t.data)[at]
-                                 : reinterpret_cast<const int64_t *>(t.data)[at];
+__device__ __forceinline__ float float_of(const Tensor &t, uint32_t bits) {
+    if (t.dtype == DType::F32) return __uint_as_float(bits);
+    return t.dtype == DType::BF16 ? bf16_bits(bits) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 }
+
+// The same for i32 and i64.
+__device__ __forceinline__ uint64_t load_int_bits(const Tensor &t, int64_t at) {
+    return t.dtype == DType::I32 ? reinterpret_cast<const uint32_t *>(t.data)[at]
+                                 : reinterpret_cast<const uint64_t *>(t.data)[at];
+}
+
+__device__ __forceinline__ int64_t int_of(const Tensor &t, uint64_t bits) {
+    return t.dtype == DType::I32 ? static_cast<int32_t>(bits) : static_cast<int64_t>(bits);
+}
+
+__device__ __forceinline__ int64_t load_int(const Tensor &t, int64_t at) { return int_of(t, load_int_bits(t, at)); }
 
 // Row of a pool for sequence n; -1 where there is nothing to read or write.
 __device__ __forceinline__ int64_t pool_row(const Tensor &table, int64_t n, int64_t rows) {
@@ -138,7 +145,7 @@ struct StateTile {
         }
     }
 
-    // S = gamma S and S = S + k u^T, four rows at a time; the roundings are pinned, so that a replay gives the bits of the step.
+    // S = gamma S and S = S + k u^T, four rows at a time; the roundings are pinned, so that a replay gives a step's bits.
     __device__ __forceinline__ void decay4(int kk, const float4 &gamma) {
         const float factor[4] = {gamma.x, gamma.y, gamma.z, gamma.w};
 #pragma unroll
@@ -155,10 +162,33 @@ struct StateTile {
     }
 };
 
-// Rows kk .. kk + 3 of lane lk, of a permuted vector in shared memory.
-template <int D>
+// Rows kk .. kk + 3 of lane lk, of a vector over K in shared memory; kk is a multiple of 4.
 __device__ __forceinline__ float4 share4(const float *s_vector, int lk, int kk) {
-    return *reinterpret_cast<const float4 *>(s_vector + lk * (D / 8) + kk);
+    return *reinterpret_cast<const float4 *>(s_vector + 8 * kk + 4 * lk);
+}
+
+// Sums over the eight lanes lk: an exchange halves what a lane carries, until one is left.
+template <int kCarried, int kMask, int kSums>
+__device__ __forceinline__ void sum_over_lanes(float (&sum)[kSums], int lk) {
+    constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
+    bool upper = lk & kMask;
+#pragma unroll
+    for (int i = 0; i < kNext; ++i) {
+        float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
+        float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
+        sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kMask);
+    }
+    if constexpr (kMask > 1) sum_over_lanes<kNext, kMask / 2>(sum, lk);
+}
+
+// kCols values side by side.
+template <int kCols>
+struct alignas(4 * kCols) Columns {
+    float x[kCols];
+};
+template <int kCols>
+__device__ __forceinline__ Columns<kCols> load_columns(const float *from) {
+    return *reinterpret_cast<const Columns<kCols> *>(from);
 }
 
 }  // namespace linattn::cuda

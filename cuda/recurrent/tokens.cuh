@@ -1,5 +1,5 @@
-// A token on its way from global to shared memory: q, k, v, g and beta as they lie, then normalised, gated and in float.
-// A group of D/8 lanes handles one token, 8 elements of each vector a lane.
+// A token on its way from global to shared memory: q, k, v, g and beta as they lie (fetch), then normalised, gated and in float
+// (deposit). A group of D/8 lanes handles one token, 8 elements of each vector a lane.
 #pragma once
 #include "tile.cuh"
 
@@ -8,8 +8,8 @@ namespace linattn::cuda {
 // What the recurrence reads of one token, of the kColumns columns of V that a CTA owns.
 template <int D, bool kKda, int kColumns>
 struct alignas(16) TokenSlot {
-    float q[D], k[D];           // permuted (tile.cuh), after l2norm
-    float gamma[kKda ? D : 4];  // decay factors, permuted; GDN: one, four times
+    float q[D], k[D];           // after l2norm
+    float gamma[kKda ? D : 4];  // decay factors; GDN: one, four times
     float v[kColumns];
     float beta, qk, unused[2];  // qk = q . k
 };
@@ -42,120 +42,150 @@ __device__ __forceinline__ float sum_over(float x) {
     return x;
 }
 
-// kKeep: verify, which gives k and g as used back to the caller.
-template <int D, bool kKda, int kColumns, bool kKeep>
-struct TokenLoader {
+// A lane's share of a token, as loaded. Nothing is computed of it before deposit(): what follows a load waits for it, and the
+// next load behind that.
+template <bool kKda>
+struct RawToken {
+    uint4 q, k, v;
+    uint32_t g[kKda ? 8 : 1], beta;
+};
+
+// The same of a head's dt_bias and A_log.
+template <bool kKda>
+struct RawGate {
+    uint32_t bias[kKda ? 8 : 1], a_log;
+};
+
+__device__ __forceinline__ int heads_per_key(const DeltaParams &p) { return static_cast<int>(p.HV) / static_cast<int>(p.H); }
+
+// The tokens of one sequence and head in global memory.
+template <int D, bool kKda, int kColumns>
+struct TokenSource {
     static constexpr int kGroup = D / 8;
-    using Slot = TokenSlot<D, kKda, kColumns>;
-    const DeltaParams &p;
-    const Item &item;
-    int lane_in_group = threadIdx.x % kGroup;
-    int head_qk;
-    float amplitude = 1.0f, bias = 0.0f, bias8[8] = {};
-    uint4 q{}, k{}, v{};
-    float g8[8] = {}, g = 0.0f, beta = 0.0f;
+    const uint16_t *q, *k, *v;
+    int64_t g, beta;
 
-    __device__ TokenLoader(const DeltaParams &params, const Item &i) : p(params), item(i) {
-        head_qk = item.head / ratio();
-        if (p.A_log)
-            amplitude = fminf(expf(load_float(p.A_log, item.head * p.A_log.stride[0])), 1e30f);  // inf would make inf x 0
-        if (!p.dt_bias) return;
+    __device__ __forceinline__ TokenSource(const DeltaParams &p, const Item &item) {
+        Item key = item;
+        key.head = item.head / heads_per_key(p);
+        auto at = [](const Tensor &t, const Item &i) {
+            return reinterpret_cast<const uint16_t *>(t.data) + token_offset(t, i, 0) + 8 * lane();
+        };
+        q = at(p.q, key), k = at(p.k, key), v = at(p.v, item) + item.v_cta;
+        g = token_offset(p.g, item, 0), beta = token_offset(p.beta, item, 0);
+    }
+    static __device__ __forceinline__ int lane() { return threadIdx.x % kGroup; }
+
+    __device__ __forceinline__ void fetch(const DeltaParams &p, int token, RawToken<kKda> &raw) const {
+        raw.q = *reinterpret_cast<const uint4 *>(q + token * p.q.stride[1]);
+        raw.k = *reinterpret_cast<const uint4 *>(k + token * p.k.stride[1]);
+        if (8 * lane() < kColumns) raw.v = *reinterpret_cast<const uint4 *>(v + token * p.v.stride[1]);
+        int64_t from = g + token * p.g.stride[1];
         if constexpr (kKda) {
+            from += 8 * lane() * p.g.stride[3];
+            auto *words = reinterpret_cast<const uint32_t *>(p.g.data) + from;
+            if (p.g.dtype == DType::F32 && p.g.stride[3] == 1 && reinterpret_cast<uintptr_t>(words) % 16 == 0) {
+                uint4 low = reinterpret_cast<const uint4 *>(words)[0], high = reinterpret_cast<const uint4 *>(words)[1];
+                raw.g[0] = low.x, raw.g[1] = low.y, raw.g[2] = low.z, raw.g[3] = low.w;
+                raw.g[4] = high.x, raw.g[5] = high.y, raw.g[6] = high.z, raw.g[7] = high.w;
+            } else {
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                bias8[i] =
-                    load_float(p.dt_bias, item.head * p.dt_bias.stride[0] + (8 * lane_in_group + i) * p.dt_bias.stride[1]);
-        } else {
-            bias = load_float(p.dt_bias, item.head * p.dt_bias.stride[0]);
-        }
-    }
-
-    __device__ __forceinline__ int ratio() const { return static_cast<int>(p.HV) / static_cast<int>(p.H); }
-    __device__ __forceinline__ int64_t offset_qk(const Tensor &t, int token) const {
-        return item.batch * t.stride[0] + (item.bos + token) * t.stride[1] + head_qk * t.stride[2];
-    }
-    static __device__ __forceinline__ uint4 load8(const Tensor &t, int64_t offset) {
-        return *reinterpret_cast<const uint4 *>(reinterpret_cast<const uint16_t *>(t.data) + offset);
-    }
-    __device__ void store8(const Tensor &t, int64_t offset, const float (&x)[8]) const {
-        float4 *to = reinterpret_cast<float4 *>(reinterpret_cast<float *>(t.data) + offset + 8 * lane_in_group);
-        to[0] = make_float4(x[0], x[1], x[2], x[3]);
-        to[1] = make_float4(x[4], x[5], x[6], x[7]);
-    }
-
-    // The loads of this group's token; none for a token past the sequence.
-    __device__ __forceinline__ void fetch(int token) {
-        if (token >= item.length) return;
-        q = load8(p.q, offset_qk(p.q, token) + 8 * lane_in_group);
-        k = load8(p.k, offset_qk(p.k, token) + 8 * lane_in_group);
-        if (8 * lane_in_group < kColumns) v = load8(p.v, token_offset(p.v, item, token) + item.v_cta + 8 * lane_in_group);
-        if constexpr (kKda) {
-            int64_t from = token_offset(p.g, item, token) + 8 * lane_in_group * p.g.stride[3];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) g8[i] = load_float(p.g, from + i * p.g.stride[3]);
-        } else {
-            g = load_float(p.g, token_offset(p.g, item, token));
-        }
-        beta = load_float(p.beta, token_offset(p.beta, item, token));
-    }
-
-    // Whole warps call it, with the same token as fetch.
-    __device__ __forceinline__ void deposit(int token, Slot &slot) {
-        bool bf16 = p.q.dtype == DType::BF16;
-        float x[8], y[8], qq = 0.0f, kk = 0.0f, qk = 0.0f;
-        unpack8(q, bf16, x);
-        unpack8(k, bf16, y);
-        if (p.qk_l2norm) {  // x / sqrt(sum x^2 + 1e-6)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) qq += x[i] * x[i], kk += y[i] * y[i];
-            float rq = 1.0f / sqrtf(sum_over<kGroup>(qq) + 1e-6f), rk = 1.0f / sqrtf(sum_over<kGroup>(kk) + 1e-6f);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] *= rq, y[i] *= rk;
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) qk += x[i] * y[i];
-        qk = sum_over<kGroup>(qk);
-        if (token >= item.length) return;
-        bool keep = kKeep && item.v_cta == 0;
-#pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            int to = permuted<D>(8 * lane_in_group + i);
-            *reinterpret_cast<float4 *>(&slot.q[to]) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-            *reinterpret_cast<float4 *>(&slot.k[to]) = make_float4(y[i], y[i + 1], y[i + 2], y[i + 3]);
-        }
-        if (8 * lane_in_group < kColumns) {
-            float w[8];
-            unpack8(v, bf16, w);
-            float4 *to = reinterpret_cast<float4 *>(&slot.v[8 * lane_in_group]);
-            to[0] = make_float4(w[0], w[1], w[2], w[3]);
-            to[1] = make_float4(w[4], w[5], w[6], w[7]);
-        }
-        if (keep && p.kept_k && head_qk * ratio() == item.head) store8(p.kept_k, offset_qk(p.kept_k, token), y);
-        if constexpr (kKda) {
-            float d[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                d[i] = log_decay(p, g8[i] + bias8[i], amplitude);
-                slot.gamma[permuted<D>(8 * lane_in_group + i)] = expf(d[i]);
+                for (int i = 0; i < 8; ++i) raw.g[i] = load_bits(p.g, from + i * p.g.stride[3]);
             }
-            if (keep && p.kept_g) store8(p.kept_g, token_offset(p.kept_g, item, token), d);
+        } else {
+            raw.g[0] = load_bits(p.g, from);
         }
-        if (lane_in_group != 0) return;
-        if constexpr (!kKda) {
-            float d = log_decay(p, g + bias, amplitude), gamma = expf(d);
-            *reinterpret_cast<float4 *>(slot.gamma) = make_float4(gamma, gamma, gamma, gamma);
-            if (keep && p.kept_g) reinterpret_cast<float *>(p.kept_g.data)[token_offset(p.kept_g, item, token)] = d;
-        }
-        float b = p.beta_form == BetaForm::Weight ? beta : sigmoid(beta);
-        slot.beta = p.beta_form == BetaForm::LogitsX2 ? 2.0f * b : b;
-        slot.qk = qk;
+        raw.beta = load_bits(p.beta, beta + token * p.beta.stride[1]);
+    }
+
+    static __device__ __forceinline__ void fetch_gate(const DeltaParams &p, int head, RawGate<kKda> &raw) {
+        if (p.A_log) raw.a_log = load_bits(p.A_log, head * p.A_log.stride[0]);
+        if (!p.dt_bias) return;
+#pragma unroll
+        for (int i = 0; i < (kKda ? 8 : 1); ++i)
+            raw.bias[i] =
+                load_bits(p.dt_bias, head * p.dt_bias.stride[0] + (kKda ? (8 * lane() + i) * p.dt_bias.stride[1] : 0));
     }
 };
+
+// Where verify gives k and g as used back to the caller; null where it does not.
+struct Kept {
+    float *k = nullptr, *g = nullptr;
+
+    __device__ __forceinline__ Kept() {}
+    __device__ __forceinline__ Kept(const DeltaParams &p, Item item, int token) {
+        if (p.kept_g) g = reinterpret_cast<float *>(p.kept_g.data) + token_offset(p.kept_g, item, token);
+        if (!p.kept_k) return;
+        int ratio = heads_per_key(p), key_head = item.head / ratio;
+        if (key_head * ratio != item.head) return;
+        item.head = key_head;
+        k = reinterpret_cast<float *>(p.kept_k.data) + token_offset(p.kept_k, item, token);
+    }
+};
+
+__device__ __forceinline__ void store8(float *to, const float (&x)[8]) {
+    reinterpret_cast<float4 *>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4 *>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// A token into its slot. Whole warps call it; where `valid` is false nothing is written. kept_of() gives a Kept.
+template <int D, bool kKda, int kColumns, class KeptOf>
+__device__ __forceinline__ void deposit(const DeltaParams &p, const RawToken<kKda> &raw, const RawGate<kKda> &raw_gate,
+                                        bool valid, TokenSlot<D, kKda, kColumns> &slot, KeptOf kept_of) {
+    constexpr int kGroup = D / 8;
+    int lane = threadIdx.x % kGroup;
+    bool bf16 = p.q.dtype == DType::BF16;
+    float x[8], y[8], qq = 0.0f, kk = 0.0f, qk = 0.0f;
+    unpack8(raw.q, bf16, x);
+    unpack8(raw.k, bf16, y);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) qk += x[i] * y[i];
+    qk = sum_over<kGroup>(qk);
+    if (p.qk_l2norm) {  // x / sqrt(sum x^2 + 1e-6)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) qq += x[i] * x[i], kk += y[i] * y[i];
+        float rq = rsqrtf(sum_over<kGroup>(qq) + 1e-6f), rk = rsqrtf(sum_over<kGroup>(kk) + 1e-6f);
+        qk *= rq * rk;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] *= rq, y[i] *= rk;
+    }
+    if (!valid) return;
+    Kept kept = kept_of();
+    store8(&slot.q[8 * lane], x);
+    store8(&slot.k[8 * lane], y);
+    if (kept.k) store8(kept.k + 8 * lane, y);
+    if (8 * lane < kColumns) {
+        unpack8(raw.v, bf16, x);
+        store8(&slot.v[8 * lane], x);
+    }
+    float amplitude = 1.0f;
+    if (p.A_log) amplitude = fminf(expf(float_of(p.A_log, raw_gate.a_log)), 1e30f);  // inf would make inf x 0
+    auto gate = [&](int i) {
+        float z = float_of(p.g, raw.g[i]);
+        return log_decay(p, p.dt_bias ? z + float_of(p.dt_bias, raw_gate.bias[i]) : z, amplitude);
+    };
+    if constexpr (kKda) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = gate(i), x[i] = expf(y[i]);
+        store8(&slot.gamma[8 * lane], x);
+        if (kept.g) store8(kept.g + 8 * lane, y);
+    }
+    if (lane != 0) return;
+    if constexpr (!kKda) {
+        float d = gate(0), gamma = expf(d);
+        *reinterpret_cast<float4 *>(slot.gamma) = make_float4(gamma, gamma, gamma, gamma);
+        if (kept.g) *kept.g = d;
+    }
+    float b = float_of(p.beta, raw.beta);
+    if (p.beta_form != BetaForm::Weight) b = sigmoid(b);
+    slot.beta = p.beta_form == BetaForm::LogitsX2 ? 2.0f * b : b;
+    slot.qk = qk;
+}
 
 // Decay factors of rows kk .. kk + 3 of lane lk.
 template <int D, bool kKda, int kColumns>
 __device__ __forceinline__ float4 gamma4(const TokenSlot<D, kKda, kColumns> &slot, int lk, int kk) {
-    return kKda ? share4<D>(slot.gamma, lk, kk) : *reinterpret_cast<const float4 *>(slot.gamma);
+    return kKda ? share4(slot.gamma, lk, kk) : *reinterpret_cast<const float4 *>(slot.gamma);
 }
 
 __device__ __forceinline__ int64_t clamped_start(const DeltaParams &p, int64_t n) {
@@ -173,6 +203,19 @@ __device__ __forceinline__ Item make_item(const DeltaParams &p, int64_t n, int h
     }
     return item;
 }
+
+// Where a token's results go: column 0 of o and of kept_u.
+struct Results {
+    uint16_t *o;
+    float *kept_u;  // may be null
+    float scale;
+    bool bf16;
+
+    __device__ __forceinline__ uint32_t o_bits(float x, float qk, float u) const {  // o = scale (S^T q + (q . k) u)
+        float y = scale * fmaf(qk, u, x);
+        return bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(y)) : __half_as_ushort(__float2half_rn(y));
+    }
+};
 
 // Padding: the outputs of the sequence's tokens are zero.
 template <int D, bool kKda, int kColumns, bool kKeep, int kThreads>
