@@ -10,6 +10,8 @@ __device__ __forceinline__ int64_t element(const Tensor &t, int64_t b, int64_t t
     return b * t.stride[0] + token * t.stride[1] + head * t.stride[2] + column * t.stride[3];
 }
 
+__device__ __forceinline__ float load_float(const Tensor &t, int64_t at) { return float_of(t, load_bits(t, at)); }
+
 __device__ __forceinline__ void store_float(const Tensor &t, int64_t at, float x) {
     if (t.dtype == DType::F32)
         reinterpret_cast<float *>(t.data)[at] = x;
