@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from arrays import CPU, gpu_device
 from cases import Case
-from gpu_tools import CUDA, FAMILIES, outputs_like, random_inputs, run, same_bits, tensors, torch
+from gpu_tools import (
+    CUDA,
+    FAMILIES,
+    capture,
+    outputs_like,
+    random_inputs,
+    run,
+    same_bits,
+    tensors,
+    torch,
+)
 from harness import Forward, check, check_forward, check_states, forward, forward_call
 
 import pylinattn
@@ -33,7 +43,8 @@ def generator():
 @pytest.mark.parametrize("op", ["gdn_fwd", "kda_fwd"])
 def test_last_path(gpu, op):
     done = forward(gpu, Case(op[:3], (70,), 1, 2, 64, 64, "bf16"))
-    check(done.path.startswith("cuda/"), f"last_path is {done.path}")
+    want = "cuda/chunked" if op == "gdn_fwd" else "cuda/"
+    check(done.path.startswith(want), f"last_path is {done.path}")
     decoded = tensors(Case(op[:3], (1, 1), 1, 2, 64, 64, "bf16", packed=False))
     decoded["state"] = decoded.pop("initial_state")
     run(f"{op[:3]}_decode", decoded)
@@ -317,18 +328,6 @@ def test_busy_card(generator):
 
 
 # ---- CUDA graphs
-
-
-def capture(function):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
 
 
 @pytest.mark.parametrize("family", FAMILIES)
