@@ -23,6 +23,12 @@ set(LINATTN_CUDA_SOURCES
   cuda/device.cu
   cuda/common/launch.cpp
   cuda/common/tensor_map.cpp
+  cuda/gdn/gdn_fwd.cu
+  cuda/gdn/gdn_fwd_64.cu
+  cuda/gdn/gdn_fwd_bf16_128.cu
+  cuda/gdn/gdn_fwd_f16_128.cu
+  cuda/gdn/gdn_transition_128.cu
+  cuda/gdn/gdn_transition_64.cu
   cuda/recurrent/delta_commit.cu
   cuda/recurrent/delta_decode_gdn.cu
   cuda/recurrent/delta_decode_kda.cu

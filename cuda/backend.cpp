@@ -2,6 +2,7 @@
 #include "backward/delta_bwd.h"
 #include "device.h"
 #include "error.h"
+#include "gdn/gdn.h"
 #include "ops.h"
 #include "recurrent/recurrent.h"
 
@@ -60,7 +61,18 @@ static bool fits_decode(const DeltaParams &p) {
     return contiguous && p.N * p.HV <= INT32_MAX / 4;  // tiles are counted in 32 bits, up to four a state
 }
 
-const char *gdn_fwd(const DeltaParams &p) { return recurrent(p); }
+// In chunks wherever TMA can address the inputs, token by token elsewhere.
+static uint64_t gdn_fwd_workspace(const DeltaParams &p) {
+    const uint64_t bytes = recurrent_workspace(p);
+    return gdn_chunked_fits(p) ? gdn_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
+}
+
+const char *gdn_fwd(const DeltaParams &p) {
+    if (!gdn_chunked_fits(p)) return recurrent(p);
+    launch_gdn_fwd_chunked(p, multiprocessors(p.device));
+    return "cuda/chunked";
+}
+
 const char *kda_fwd(const DeltaParams &p) { return recurrent(p); }
 
 const char *gdn_decode(const DeltaParams &p) {
@@ -134,7 +146,7 @@ const char *segment_merge(const MergeParams &p) {
 }
 
 const Backend &backend() {
-    static const Backend table = {{recurrent_workspace, gdn_fwd},         {recurrent_workspace, kda_fwd},
+    static const Backend table = {{gdn_fwd_workspace, gdn_fwd},           {recurrent_workspace, kda_fwd},
                                   {recurrent_workspace, gdn_decode},      {recurrent_workspace, kda_decode},
                                   {recurrent_workspace, gdn_verify},      {recurrent_workspace, kda_verify},
                                   {delta_commit_workspace, delta_commit}, {delta_bwd_workspace, gdn_bwd},

@@ -29,6 +29,10 @@ def free_memory():
     torch.cuda.empty_cache()
 
 
+def relative_rms(a, b):
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
 # ---- sizes
 
 
@@ -100,14 +104,16 @@ def test_more_blocks_than_a_grid_axis_holds(family, N, H, HV, generator):
         qk_l2norm=True,
         output_final_state=True,
     )
+    path = pylinattn.last_path()
     state = pool.clone()
     o = run(
         f"{family}_decode",
         {n: x.transpose(0, 1) for n, x in inputs.items()} | {"state": state},
         qk_l2norm=True,
     )
-    check(same_bits(o.transpose(0, 1), done.o), "decode and forward of one token differ in o")
-    check(same_bits(state, done.final_state), "decode and forward of one token differ in the state")
+    for a, b, what in ((o.transpose(0, 1), done.o, "o"), (state, done.final_state, "the state")):
+        equal = same_bits(a, b) if cases.is_token_loop(path) else relative_rms(a, b) <= 5e-3
+        check(equal, f"decode and forward of one token differ in {what}")
     for n in (0, 1023, N - 1):
         alone = run(
             f"{family}_fwd",

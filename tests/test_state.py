@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from arrays import round_to, strides_for
-from cases import Case, Input, make
+from cases import Case, Input, is_token_loop, make, unit
 from harness import (
     Forward,
     check,
@@ -296,14 +296,19 @@ def test_causal_in_bits(device, family):
     inputs = make(case)
     before = forward_call(device, case)()
     was = before.placed["o"].buffer.host(before.placed["o"].fetch()).copy()
+    # A product of matrices over a chunk makes NaN of 0 x NaN, and keys longer than one may overflow in it: what is in range
+    # leaves earlier tokens alone, and NaN earlier chunks.
+    chunk = 1 if is_token_loop(before.path) else 64
     rng = np.random.default_rng(8)
     for t in (0, 1, 15, 16, 62, 63, 64, 100, 129):
         other = dict(inputs)
         for name in ("q", "k", "v", "beta"):
             values = inputs[name].values.copy()
-            values[:, t + 1 :] = (
-                np.nan if name == "v" else rng.uniform(size=values[:, t + 1 :].shape)
-            )
+            values[:, t + 1 :] = rng.uniform(size=values[:, t + 1 :].shape)
+            if name == "k" and chunk > 1:
+                values[:, t + 1 :] = unit(values[:, t + 1 :])
+            if name == "v":
+                values[:, (t // chunk + 1) * chunk :] = np.nan
             other[name] = Input(values, inputs[name].dtype)
         after = forward_call(device, case, other)()
         now = after.placed["o"].buffer.host(after.placed["o"].fetch())

@@ -1,8 +1,8 @@
 // The AUX warpgroup of gdn_fwd_kernel: the 64x64 matrices of a chunk.
 //
-//   L = tril(diag(beta) K K^T, -1);  A = (I + L)^-1                       free of gates
-//   A^_ij = 2^(G_i - G_j) A_ij, i > j;  P_ij = scale 2^(G_i - G_j) q_i . k_j, i >= j
+//   L_ij = beta_i 2^(G_i - G_j) k_i . k_j, i > j;  A^ = (I + L)^-1 - I;  P_ij = scale 2^(G_i - G_j) q_i . k_j, i >= j
 //
+// The gates enter in L: then nothing grows where keys longer than one and decays belong together.
 // In blocks of 16 tokens. Warp w computes block row w of K K^T and Q K^T by wgmma; M = -L below the diagonal goes to shared
 // memory in fp16. Diagonal blocks are inverted in registers in fp32: two 8x8 halves by elimination, two rows at a time with
 // shuffles, joined by two m16n8k8. The rest is block substitution with m16n8k16, fp32 accumulation, fp16 operands:
@@ -13,6 +13,10 @@
 // Decays of block row w against column blocks before it are products 2^(G_i - G_ref) 2^(G_ref - G_j), ref its first token, both
 // <= 1; only the diagonal block takes exponentials here. Blocks above the diagonal are cleared once and never written.
 //
+// Correlated keys: sums over V' cancel, and what rounding its operands left does not. From the first row on where the weights
+// of L, in the row or in all rows up to it, add up to more than the constants below, the chunk is computed in two terms
+// (precise.cuh, state.cuh). What a token gets depends on the tokens up to it alone.
+//
 // l2norm: q and k stay as they are, 1/|q| and 1/|k| go into the row and column factors, so nothing is rounded once more.
 //
 // The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
@@ -21,10 +25,12 @@
 #include <type_traits>
 
 #include "items.cuh"
+#include "ptx/cta.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "terms.cuh"
 
 namespace linattn::cuda::gdn {
 
@@ -39,10 +45,23 @@ struct Lane {
     }
 };
 
-// A diagonal block of -L: its two 8x8 diagonal blocks, strictly lower, and its lower left one transposed in fp16.
+// What one term in bf16 and fp16 stands: the sum of the squares of a row of L, of the rows up to it, and one element. See
+// docs/gdn.md, Accuracy.
+constexpr float kMostInRow = 1.0f, kMostWeight = 10.0f, kMostElement = 0.75f;
+
+// Sums of squares and largest elements of rows g and g + 8, two columns at once.
+struct Weights {
+    __half2 sum[2] = {}, most[2] = {};
+    __device__ __forceinline__ void add(int row, uint32_t x) {
+        const __half2 m = *reinterpret_cast<const __half2 *>(&x);
+        sum[row] = __hfma2(m, m, sum[row]);
+        most[row] = __hmax2(most[row], __habs2(m));
+    }
+};
+
+// A diagonal block of -L at the places of an accumulator: its two 8x8 diagonal blocks, strictly lower, and its lower left one.
 struct Diagonal {
-    float a[2], e[2];
-    uint32_t transposed;
+    float a[2], e[2], left[2];
 };
 
 __device__ __forceinline__ uint32_t pack_f16(float lo, float hi) { return ptx::cvt_rn_f16x2(lo, hi); }
@@ -87,38 +106,52 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     ptx::wgmma_commit_group();
 }
 
-// Row w of K K^T -> M, and the diagonal block. t: table at the warp's first row.
-template <class C, int w>
-__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &diagonal, uint32_t t, uint32_t M, int l) {
+// Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row.
+template <class C, int w, bool kSecond>
+__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, int l) {
     const Lane at(l);
-    const float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
-                n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
-    float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
+    float n0, n1;
+    if constexpr (kSecond) {  // kNegBeta is overwritten by now
+        n0 = -ptx::ld_shared_f32(t + 4 * (table::kBeta + at.g)), n1 = -ptx::ld_shared_f32(t + 4 * (table::kBeta + 8 + at.g));
+        if constexpr (C::kL2Norm)
+            n0 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g)),
+                n1 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + 8 + at.g));
+    } else {
+        n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
+        n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
+    }
+    if constexpr (w > 0) {
+        const float f0 = n0 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + at.g));
+        const float f1 = n1 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 8 + at.g));
+        constexpr int kDecay = (C::kL2Norm ? table::kColumnDecayNormK : table::kColumnDecay) + 64 * (w - 1);
 #pragma unroll
-    for (int j = 0; j < w; j++) {
-        const float *b = d + 8 * j;
-        if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
-        const uint32_t block[4] = {pack_f16(b[0] * n0 * r.x, b[1] * n0 * r.y), pack_f16(b[2] * n1 * r.x, b[3] * n1 * r.y),
-                                   pack_f16(b[4] * n0 * r.z, b[5] * n0 * r.w), pack_f16(b[6] * n1 * r.z, b[7] * n1 * r.w)};
-        ptx::stmatrix_x4(M + at.lane * 16 + (3 * w - 3 + j) * 512, block);
+        for (int j = 0; j < w; j++) {
+            const float *b = d + 8 * j;
+            const float4 c = ptx::ld_shared_v4_f32(t + 4 * (kDecay + 16 * (j - w)) + at.q * 16);
+            const float m[8] = {b[0] * f0 * c.x, b[1] * f0 * c.y, b[2] * f1 * c.x, b[3] * f1 * c.y,
+                                b[4] * f0 * c.z, b[5] * f0 * c.w, b[6] * f1 * c.z, b[7] * f1 * c.w};
+            uint32_t block[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                block[i] = pack_f16(m[2 * i], m[2 * i + 1]);
+                if constexpr (kSecond)
+                    block[i] = second_term<__half>(block[i], m[2 * i], m[2 * i + 1]);
+                else
+                    weights.add(i % 2, block[i]);
+            }
+            ptx::stmatrix_x4(M + at.lane * 16 + (w * (w - 1) / 2 + j) * 512, block);
+        }
     }
     const float *b = d + 8 * w;
-    const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kColumnBeta + at.q * 16 + 8);
-    float row = -1.0f;
-    if constexpr (C::kL2Norm) {
-        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
-        row = -ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g));
-    }
-    diagonal.a[0] = at.g > 2 * at.q ? b[0] * n0 * r.x : 0.0f;
-    diagonal.a[1] = at.g > 2 * at.q + 1 ? b[1] * n0 * r.y : 0.0f;
-    diagonal.e[0] = at.g > 2 * at.q ? b[6] * n1 * r.z : 0.0f;
-    diagonal.e[1] = at.g > 2 * at.q + 1 ? b[7] * n1 * r.w : 0.0f;
-    // K K^T is symmetric: the upper right 8x8, scaled by its columns, is the lower left one transposed.
-    diagonal.transposed = pack_f16(row * b[4] * beta.x, row * b[5] * beta.y);
+    float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
+    n.a[0] = b[0] * n0 * r.x, n.a[1] = b[1] * n0 * r.y;
+    n.e[0] = b[6] * n1 * r.z, n.e[1] = b[7] * n1 * r.w;
+    n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
 }
 
-// Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8.
-__device__ __forceinline__ void diagonal_decays(float (&e)[6], uint32_t t, int l) {
+// Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8; also into n.
+__device__ __forceinline__ void diagonal_decays(float (&e)[6], Diagonal &n, uint32_t t, int l) {
     const Lane at(l);
     const float G0 = ptx::ld_shared_f32(t + 4 * (table::kG + at.g)), G1 = ptx::ld_shared_f32(t + 4 * (table::kG + 8 + at.g));
     const float4 c = ptx::ld_shared_v4_f32(t + 4 * table::kColumnG + at.q * 16);
@@ -129,6 +162,49 @@ __device__ __forceinline__ void diagonal_decays(float (&e)[6], uint32_t t, int l
     e[3] = factor(G1 - c.y);
     e[4] = at.g >= 2 * at.q ? factor(G1 - c.z) : 0.0f;
     e[5] = at.g > 2 * at.q ? factor(G1 - c.w) : 0.0f;
+    const bool left = at.g > 2 * at.q, right = at.g > 2 * at.q + 1;  // below the diagonal
+    n.a[0] = left ? n.a[0] * e[0] : 0.0f, n.a[1] = right ? n.a[1] * e[1] : 0.0f;
+    n.e[0] = left ? n.e[0] * e[4] : 0.0f, n.e[1] = right ? n.e[1] * e[5] : 0.0f;
+    n.left[0] *= e[2], n.left[1] *= e[3];
+}
+
+// The weights of the warp's rows of L to the table, for rows g and g + 8 as one pair.
+__device__ __forceinline__ void store_weights(const Diagonal &n, Weights &weights, uint32_t left, uint32_t t, int l) {
+    const Lane at(l);
+    weights.add(0, pack_f16(n.a[0], n.a[1])), weights.add(1, pack_f16(n.e[0], n.e[1])), weights.add(1, left);
+    const __half2 most =
+        __hmax2(__lows2half2(weights.most[0], weights.most[1]), __highs2half2(weights.most[0], weights.most[1]));
+    __half2 sum = __hadd2(__lows2half2(weights.sum[0], weights.sum[1]), __highs2half2(weights.sum[0], weights.sum[1]));
+    sum = __hadd2(sum, __hmul2(__hgt2(most, __float2half2_rn(kMostElement)), __float2half2_rn(16.0f)));
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, mask));
+    if (at.q == 0) ptx::st_shared_u32(t + 4 * (table::kWeights + at.g), *reinterpret_cast<uint32_t *>(&sum));
+}
+
+// The first token of the chunk that needs two terms, or kChunk; the same in all lanes. Sums are in whole numbers, so that their
+// order does not matter.
+__device__ __forceinline__ int first_precise(uint32_t t, int l) {
+    const Lane at(l);
+    constexpr float kUnit = 1024.0f;
+    constexpr int kMost = static_cast<int>(kMostWeight * kUnit);
+    const auto whole = [](float x) { return x <= kMostInRow ? static_cast<int>(x * kUnit) : kMost + 1; };
+    const auto pair = [&](int row) {  // rows 16 i + g and 16 i + 8 + g
+        const uint32_t bits = ptx::ld_shared_u32(t + 4 * (table::kWeights + row / 16 * 16 + row % 8));
+        return __half22float2(*reinterpret_cast<const __half2 *>(&bits));
+    };
+    const float2 own = pair(at.lane / 8 * 16 + at.lane % 8);
+    if (__reduce_add_sync(~0u, whole(own.x) + whole(own.y)) <= kMost) return kChunk;
+    const int row = 2 * at.lane;
+    const float2 x = pair(row), y = pair(row + 1);
+    const int even = whole(row & 8 ? x.y : x.x), odd = whole(row & 8 ? y.y : y.x);
+    int through = even + odd;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, through, step);
+        if (at.lane >= step) through += other;
+    }
+    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, through > kMost))) - 1;
+    return 2 * owner + (__shfl_sync(~0u, through - odd, owner) > kMost ? 0 : 1);
 }
 
 __device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
@@ -167,39 +243,37 @@ __device__ __forceinline__ void invert_8x8(const Diagonal &n, float (&x)[2], flo
     y[0] = fmaf(ue, s0, y[0]), y[1] = fmaf(ue, s1, y[1]);
 }
 
-// Inverse of diagonal block w: to X for the substitution, with decays and without its diagonal to A^.
+// Inverse of diagonal block w: to X for the substitution, without its diagonal to A^.
 template <class C>
-__device__ __forceinline__ void invert_diagonal(const Diagonal &n, const float (&e)[6], uint32_t X, uint32_t A, int w, int l) {
+__device__ __forceinline__ void invert_diagonal(const Diagonal &n, uint32_t n_left, uint32_t X, uint32_t A, int w, int l) {
     const Lane at(l);
     float x[2], y[2];
     invert_8x8(n, x, y, at);
     const uint32_t upper = pack_f16(x[0], x[1]), lower = pack_f16(y[0], y[1]);
     const uint32_t upper_b = ptx::movmatrix_trans(upper);
     float d[4] = {}, z[4] = {};  // lower left: Y N X
-    ptx::mma_m16n8k8<__half>(d, {lower, 0}, n.transposed);
+    ptx::mma_m16n8k8<__half>(d, {lower, 0}, ptx::movmatrix_trans(n_left));
     ptx::mma_m16n8k8<__half>(z, {pack_f16(d[0], d[1]), 0}, upper_b);
     ptx::stmatrix_x4(X + w * 512 + at.lane * 16, {upper, pack_f16(z[0], z[1]), 0, lower});
     using T = typename C::T;
     const bool left = at.g > 2 * at.q, right = at.g > 2 * at.q + 1;
-    ptx::stmatrix_x4(
-        product_block(A, w, w, at.lane),
-        {ptx::cvt_rn_x2<T>(left ? x[0] * e[0] : 0.0f, right ? x[1] * e[1] : 0.0f), ptx::cvt_rn_x2<T>(z[0] * e[2], z[1] * e[3]),
-         0, ptx::cvt_rn_x2<T>(left ? y[0] * e[4] : 0.0f, right ? y[1] * e[5] : 0.0f)});
+    ptx::stmatrix_x4(product_block(A, w, w, at.lane),
+                     {ptx::cvt_rn_x2<T>(left ? x[0] : 0.0f, right ? x[1] : 0.0f), ptx::cvt_rn_x2<T>(z[0], z[1]), 0,
+                      ptx::cvt_rn_x2<T>(left ? y[0] : 0.0f, right ? y[1] : 0.0f)});
 }
 
-// A 16x16 block in an accumulator, times row factors f0, f1 and column factors c, in T.
-template <class C>
-__device__ __forceinline__ void store_block(uint32_t address, const float *b, float f0, float f1, const float4 &c) {
-    using T = typename C::T;
-    ptx::stmatrix_x4(
-        address, {ptx::cvt_rn_x2<T>(b[0] * c.x * f0, b[1] * c.y * f0), ptx::cvt_rn_x2<T>(b[2] * c.x * f1, b[3] * c.y * f1),
-                  ptx::cvt_rn_x2<T>(b[4] * c.z * f0, b[5] * c.w * f0), ptx::cvt_rn_x2<T>(b[6] * c.z * f1, b[7] * c.w * f1)});
+// (a, b) in T, or their second terms.
+template <class T, bool kSecond>
+__device__ __forceinline__ uint32_t term(float a, float b) {
+    const uint32_t first = ptx::cvt_rn_x2<T>(a, b);
+    return kSecond ? second_term<T>(first, a, b) : first;
 }
 
-// Row w of Q K^T -> P.
-template <class C, int w>
+// Row w of Q K^T -> P, or its second terms.
+template <class C, int w, bool kSecond = false>
 __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, int l) {
     if constexpr (!C::kOutputs) return;
+    using T = typename C::T;
     const Lane at(l);
     const uint32_t to = product_block(P, w, 0, at.lane);
     if constexpr (w > 0) {
@@ -207,11 +281,15 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
         const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
         constexpr int kDecay = C::kL2Norm ? table::kColumnDecayNormK : table::kColumnDecay;
 #pragma unroll
-        for (int j = 0; j < w; j++)
-            store_block<C>(to ^ (j * 32), d + 8 * j, f0, f1,
-                           ptx::ld_shared_v4_f32(t + 4 * (kDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16));
+        for (int j = 0; j < w; j++) {
+            const float *b = d + 8 * j;
+            const float4 c = ptx::ld_shared_v4_f32(t + 4 * (kDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16);
+            ptx::stmatrix_x4(
+                to ^ (j * 32),
+                {term<T, kSecond>(b[0] * c.x * f0, b[1] * c.y * f0), term<T, kSecond>(b[2] * c.x * f1, b[3] * c.y * f1),
+                 term<T, kSecond>(b[4] * c.z * f0, b[5] * c.w * f0), term<T, kSecond>(b[6] * c.z * f1, b[7] * c.w * f1)});
+        }
     }
-    using T = typename C::T;
     const float *b = d + 8 * w;
     float s0 = scale, s1 = scale;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -221,19 +299,17 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
         r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     }
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    ptx::stmatrix_x4(to ^ (w * 32), {ptx::cvt_rn_x2<T>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
-                                     ptx::cvt_rn_x2<T>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
-                                     ptx::cvt_rn_x2<T>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
+    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
+                                     term<T, kSecond>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
+                                     term<T, kSecond>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
 }
 
-// Block (i, j) of A, i > j, to A^. t: table, not offset by the warp.
+// Block (i, j) of A^, i > j.
 template <class C, int i, int j>
-__device__ __forceinline__ void store_a(const float (&x)[8], uint32_t t, uint32_t A, int l) {
-    const Lane at(l);
-    const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 16 * i + at.g));
-    const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 16 * i + 8 + at.g));
-    store_block<C>(product_block(A, i, j, at.lane), x, f0, f1,
-                   ptx::ld_shared_v4_f32(t + 4 * (table::kColumnDecay + 64 * (i - 1) + 16 * j) + at.q * 16));
+__device__ __forceinline__ void store_a(const float (&x)[8], uint32_t A, int l) {
+    using T = typename C::T;
+    ptx::stmatrix_x4(product_block(A, i, j, Lane(l).lane), {ptx::cvt_rn_x2<T>(x[0], x[1]), ptx::cvt_rn_x2<T>(x[2], x[3]),
+                                                            ptx::cvt_rn_x2<T>(x[4], x[5]), ptx::cvt_rn_x2<T>(x[6], x[7])});
 }
 
 // d += a b for 16x16 blocks; b by ldmatrix_x4_trans.
@@ -248,14 +324,14 @@ __device__ __forceinline__ void pack_block(uint32_t (&r)[4], const float (&d)[8]
 }
 
 // The blocks of the inverse below the diagonal, and, woven in behind the first products, the warp's row of P.
-// M, X, X10: addresses of the lane; t: table; tw: table at the warp's first row.
+// M, X, X10: addresses of the lane; tw: table at the warp's first row.
 template <class C>
 struct Substitution {
-    uint32_t t, tw, M, X, X10, A, P, x10_barrier;
+    uint32_t tw, M, X, X10, A, P, x10_barrier;
     float scale;
     int lane;
 
-    __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (3 * i - 3 + j) * 512; }
+    __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (i * (i - 1) / 2 + j) * 512; }
     __device__ __forceinline__ uint32_t x(int i) const { return X + i * 512; }
 
     template <int w>
@@ -280,7 +356,7 @@ struct Substitution {
             ptx::bar_sync(x10_barrier, 96);
             pack_block(a, y1);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r, a, b);
-            store_a<C, 3, 0>(r, t, A, lane);
+            store_a<C, 3, 0>(r, A, lane);
         } else if constexpr (w == 1) {  // blocks 21, 20
             float y1[8] = {}, y0[8] = {}, r1[8] = {}, r0[8] = {};
             ptx::ldmatrix_x4(a, x(2));
@@ -292,10 +368,10 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(r1, a, b);
             pack_block(a0, y0);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r0, a0, b);
-            store_a<C, 2, 1>(r1, t, A, lane);
+            store_a<C, 2, 1>(r1, A, lane);
             ptx::bar_sync(x10_barrier, 96);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r0, a, b);
-            store_a<C, 2, 0>(r0, t, A, lane);
+            store_a<C, 2, 0>(r0, A, lane);
         } else if constexpr (w == 2) {  // blocks 32, 31
             float z[8] = {}, y1[8] = {}, x32[8] = {}, x31[8] = {};
             ptx::ldmatrix_x4(a, x(3));
@@ -306,10 +382,10 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
             pack_block(a, x32);
             ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
-            store_a<C, 3, 2>(x32, t, A, lane);
+            store_a<C, 3, 2>(x32, A, lane);
             pack_block(a, y1);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(x31, a, b);
-            store_a<C, 3, 1>(x31, t, A, lane);
+            store_a<C, 3, 1>(x31, A, lane);
         } else {  // block 10
             float z[8] = {}, x10[8] = {};
             ptx::ldmatrix_x4(a, x(1));
@@ -320,68 +396,9 @@ struct Substitution {
             ptx::stmatrix_x4(X10, a);
             ptx::bar_arrive(x10_barrier, 96);
             store_p<C, w>(qk, e, tw, P, scale, lane);
-            store_a<C, 1, 0>(x10, t, A, lane);
+            store_a<C, 1, 0>(x10, A, lane);
         }
     }
 };
-
-// Group `group` has the chunks whose number in the CTA is group mod kAuxGroups.
-template <class C>
-__device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &smem, int group) {
-    const int w = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    const int lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);  // opaque
-    InverseScratch &scratch = smem.inverse[group];
-    const uint32_t inverse_ready = ptx::shared_address(&smem.inverse_ready[group]);
-    RingState<kTileStages> tile;
-    RingState<kTableStages> factors;
-    RingState<kProductStages> product;
-    uint32_t parity = 0;  // parity of the group's count of chunks: buffer of the scratch, and phase of inverse_ready
-    float d[32];
-    ItemReader<C> items{smem};
-    while (true) {
-        const Item &item = items.next();
-        if (!item.exists) break;
-        int chunks = item.chunks();
-        for (; chunks > 0; chunks--, tile.advance(), factors.advance(), product.advance()) {
-            if (C::kAuxGroups == 2 && product.stage != group) continue;
-            const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
-            const uint32_t t = ptx::shared_address(smem.table[factors.stage]), tw = t + 64 * w;
-            const uint32_t M = ptx::shared_address(scratch.M[parity]), X = ptx::shared_address(scratch.X[parity]);
-            const uint32_t A = ptx::shared_address(smem.a[product.stage]);
-            const uint32_t P = C::kOutputs ? ptx::shared_address(smem.p[product.stage]) : 0;
-            smem.tiles().wait_full(tile);
-            issue_product<C>(d, k, k);
-            Diagonal diagonal;
-            smem.tables().wait_full(factors);
-            ptx::wgmma_wait_group<0>();
-            ptx::register_fence(d);
-            for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value>(d, diagonal, tw, M, lane); });
-            if constexpr (C::kOutputs) issue_product<C>(d, ptx::shared_address(smem.q[tile.stage]), k);
-            smem.products().wait_empty(product);
-            float e[6];
-            diagonal_decays(e, tw, lane);
-            invert_diagonal<C>(diagonal, e, X, A, w, lane);
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(inverse_ready);
-            if constexpr (C::kOutputs) {
-                ptx::wgmma_wait_group<0>();
-                ptx::register_fence(d);
-            }
-            if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
-            ptx::mbarrier_wait_parity(inverse_ready, parity);
-            const Substitution<C> substitution{
-                t, tw, M + 16 * lane,       X + 16 * lane, ptx::shared_address(scratch.X10[parity]) + 16 * lane,
-                A, P,  kX10Barrier + group, params.scale,  lane};
-            for_warp(w, [&](auto warp) { substitution.template run<decltype(warp)::value>(d, e); });
-            ptx::fence_proxy_async_shared_cta();
-            __syncwarp();
-            if (lane == 0) {
-                ptx::mbarrier_arrive(smem.products().full(product.stage));
-                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
-            }
-            parity ^= 1;
-        }
-    }
-}
 
 }  // namespace linattn::cuda::gdn

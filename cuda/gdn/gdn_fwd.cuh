@@ -11,10 +11,10 @@
 #pragma once
 #include <cstddef>
 
-#include "aux.cuh"
 #include "common/launch.h"
 #include "gates.cuh"
 #include "load.cuh"
+#include "precise.cuh"
 #include "state.cuh"
 #include "store.cuh"
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             gates<C>(params, smem, warp / 2);
     } else if (group <= C::kStateGroups) {
         ptx::setmaxnreg_inc<C::kStateRegisters>();
-        state<C>(params, smem, group - 1);
+        state<C>(params, smem);
     } else {
         if constexpr (C::kAuxRegisters > C::kLaunchRegisters)
             ptx::setmaxnreg_inc<C::kAuxRegisters>();

@@ -38,6 +38,8 @@ struct Config {
     // With one state warpgroup AUX is what takes longest: two of them take turns.
     static constexpr int kAuxGroups = kStateGroups == 1 ? 2 : 1;
     static constexpr int kThreads = 128 * (1 + kStateGroups + kAuxGroups);
+    // Stages of A^ and P: more than there are AUX groups, see precise.cuh.
+    static constexpr int kProductStages = kAuxGroups + 1;
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     // Registers: the launch gives every thread 65536 / threads on the SM; the roles share that sum out anew.
     static constexpr int kLoadRegisters = kStateGroups == 2 ? 24 : 32;
@@ -52,7 +54,8 @@ struct Config {
 // Row factors of one chunk, in floats from the start of the table. G is the inclusive sum of log2 decays, ref(i) the first
 // token of i's block of 16. Column tables are in the order of an accumulator: tokens 2q, 2q+1, 8+2q, 9+2q of a block lie together.
 namespace table {
-constexpr int kNegBeta = 0;                           // -beta_i, times 1/|k_i| under l2norm
+constexpr int kNegBeta = 0;  // -beta_i, times 1/|k_i| under l2norm; then weights of rows of L
+constexpr int kWeights = kNegBeta;
 constexpr int kRowDecay = kNegBeta + 64;              // 2^(G_i - G_ref(i))
 constexpr int kRowDecayScaled = kRowDecay + 64;       // ... times scale (and 1/|q_i|)
 constexpr int kG = kRowDecayScaled + 64;              // G_i
@@ -64,6 +67,7 @@ constexpr int kBetaGamma = kBeta + 64;                // beta_i 2^G_i (times 1/|
 constexpr int kRho = kBetaGamma + 64;                 // 2^(G_last - G_i) (times 1/|k_i|)
 constexpr int kScaledGamma = kRho + 64;               // scale 2^G_i (times 1/|q_i|)
 constexpr int kChunkDecay = kScaledGamma + 64;        // 2^G_last, one number
+constexpr int kFirstPrecise = kChunkDecay + 1;        // by AUX: the first token in two terms, as an integer
 constexpr int kColumnNormK = kChunkDecay + 4;         // 1/|k_j|, column order; from here on for l2norm only
 constexpr int kColumnDecayNormK = kColumnNormK + 64;  // kColumnDecay times 1/|k_j|
 constexpr int kNormK = kColumnDecayNormK + 192;       // 1/|k_i|
@@ -75,14 +79,14 @@ __device__ __forceinline__ int column_order(int j) { return (j & ~15) + 4 * ((j 
 }  // namespace table
 
 // Chunks in flight. Tables run further ahead, because the gate warps wait for global memory.
-constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 4, kProductStages = 2, kItemStages = 4;
+constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 4, kItemStages = 4;
 
 // Up to so many sequences are taken in the order of their lengths.
 constexpr int kMaxSorted = 256;
 
 // One chunk's scratch for the inverse: 16x16 blocks in fp16, each four 8x8 tiles of 128 bytes (lane address 16 lane).
 struct InverseScratch {
-    uint8_t M[2][9 * 512];  // -L below the diagonal blocks, block (i, j) at 3(i-1) + j; double buffered by chunk
+    uint8_t M[2][6 * 512];  // -L below the diagonal blocks, block (i, j) at i(i-1)/2 + j; double buffered by chunk
     uint8_t X[2][4 * 512];  // inverses of the diagonal blocks
     uint8_t X10[2][512];    // block (1, 0) of the inverse
 };
@@ -108,8 +112,8 @@ struct alignas(1024) Smem {
     uint8_t k[kTileStages][Tile::kBytes];
     uint8_t q[C::kOutputs ? kTileStages : 0][Tile::kBytes];
     uint8_t v[kValueStages][Values::kBytes];
-    uint8_t a[kProductStages][Product::kBytes];
-    uint8_t p[C::kOutputs ? kProductStages : 0][Product::kBytes];
+    uint8_t a[C::kProductStages][Product::kBytes];
+    uint8_t p[C::kOutputs ? C::kProductStages : 0][Product::kBytes];
     InverseScratch inverse[C::kAuxGroups];
     float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
     Item item[kItemStages];
@@ -118,7 +122,7 @@ struct alignas(1024) Smem {
     int lengths[kMaxSorted];     // of the sequences, to order them by
     uint16_t order[kMaxSorted];  // the sequences, the longest first
     uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
-        product_barriers[2 * kProductStages], item_barriers[2 * kItemStages];
+        product_barriers[2 * C::kProductStages], item_barriers[2 * kItemStages];
     uint64_t output_ready[kValueStages];    // O of a chunk lies where its V was
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
@@ -127,7 +131,7 @@ struct alignas(1024) Smem {
     __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }     // K and Q
     __device__ Ring<kValueStages> values() { return {ptx::shared_address(value_barriers)}; }  // V
     __device__ Ring<kTableStages> tables() { return {ptx::shared_address(table_barriers)}; }
-    __device__ Ring<kProductStages> products() { return {ptx::shared_address(product_barriers)}; }  // A^ and P
+    __device__ Ring<C::kProductStages> products() { return {ptx::shared_address(product_barriers)}; }  // A^ and P
 };
 
 }  // namespace linattn::cuda::gdn

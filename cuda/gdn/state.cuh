@@ -15,13 +15,9 @@
 #include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "terms.cuh"
 
 namespace linattn::cuda::gdn {
-
-__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack(__half, uint32_t x) { return __half22float2(*reinterpret_cast<__half2 *>(&x)); }
 
 // The thread's elements of S^T: s[4j + 2r + i] is (v = row + 8r, k = 8j + column + i).
 template <int kCount>
@@ -129,20 +125,92 @@ __device__ __forceinline__ void register_fence(uint32_t (&a)[kSteps][4]) {
     for (int s = 0; s < kSteps; s++) ptx::register_fence(a[s]);
 }
 
-// Chunks of an item from `first_chunk` on; S in and out.
+// Which 64 columns of the CTA's.
+__device__ __forceinline__ int state_group() { return threadIdx.x / 128 - 1; }
+
+// Chunks of an item; S in and out.
 template <class C>
 struct StateLoop {
     using S = Smem<C>;
     using T = typename C::T;
     Smem<C> &smem;
-    int group;  // which 64 columns of the CTA's
     RingState<kTileStages> tile;
     RingState<kValueStages> value;
     RingState<kTableStages> factors;
-    RingState<kProductStages> product;
+    RingState<C::kProductStages> product;
+
+    __device__ __forceinline__ uint32_t product_low(const uint8_t *tile, int row) const {
+        return S::Product::k_major_low(ptx::shared_address(tile), row, 0);
+    }
+
+    __device__ __forceinline__ void load_values(uint32_t (&fv)[4][4], uint32_t v, bool has_values) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (C::kOutputs || has_values)
+                ptx::ldmatrix_x4_trans(fv[i], v + i * 2048);
+            else
+                fv[i][0] = fv[i][1] = fv[i][2] = fv[i][3] = 0;
+        }
+    }
+
+    // U = beta (V - Gamma K S), K S in x.
+    __device__ __forceinline__ static void updates(float (&x)[32], const uint32_t (&fv)[4][4], uint32_t t) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kBeta + j * 32);
+            const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kBetaGamma + j * 32);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float2 value = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], beta.x * value.x);
+                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], beta.y * value.y);
+            }
+        }
+    }
+
+    // O = scale Gamma Q S, Q S in o.
+    __device__ __forceinline__ static void scale_outputs(float (&o)[32], uint32_t t) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kScaledGamma + j * 32);
+            o[4 * j] *= gamma.x, o[4 * j + 1] *= gamma.y, o[4 * j + 2] *= gamma.x, o[4 * j + 3] *= gamma.y;
+        }
+    }
+
+    // O to where V was; the products and the table are no longer needed.
+    __device__ __forceinline__ void store_outputs(const float (&o)[32], uint32_t v, int lane) const {
+        __syncwarp();
+        if (lane == 0) {
+            ptx::mbarrier_arrive(smem.products().empty(product.stage));
+            ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t r[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) r[j] = ptx::cvt_rn_x2<T>(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]);
+            ptx::stmatrix_x4_trans(v + i * 2048, r);
+        }
+        ptx::fence_proxy_async_shared_cta();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&smem.output_ready[value.stage]));
+    }
+
+    __device__ __forceinline__ void finish(int lane) {
+        __syncwarp();
+        if (lane == 0) {
+            ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
+            if constexpr (!C::kOutputs) {
+                ptx::mbarrier_arrive(smem.products().empty(product.stage));
+                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
+                ptx::mbarrier_arrive(smem.values().empty(value.stage));
+            }
+        }
+        tile.advance(), value.advance(), factors.advance(), product.advance();
+    }
 
     __device__ __forceinline__ void chunk(float (&s)[C::D / 2], bool has_values) {
-        const int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4, q8 = (lane & 3) * 8;
+        const int lane = opaque_lane(), w = threadIdx.x / 32 % 4, q8 = (lane & 3) * 8, group = state_group();
         const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
         const uint32_t t = ptx::shared_address(smem.table[factors.stage]) + q8;
         // 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in the order of a
@@ -162,44 +230,29 @@ struct StateLoop {
         }
         smem.values().wait_full(value);
         uint32_t fv[4][4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (C::kOutputs || has_values)
-                ptx::ldmatrix_x4_trans(fv[i], v + i * 2048);
-            else
-                fv[i][0] = fv[i][1] = fv[i][2] = fv[i][3] = 0;
-        }
+        load_values(fv, v, has_values);
         smem.tables().wait_full(factors);
         ptx::wgmma_wait_group<C::kOutputs ? 1 : 0>();
         ptx::register_fence(x);
+        updates(x, fv, t);
         uint32_t fu[4][4];
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kBeta + j * 32);
-            const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kBetaGamma + j * 32);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float2 value = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
-                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], beta.x * value.x);
-                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], beta.y * value.y);
-            }
-        }
         pack<T>(fu, x);
         smem.products().wait_full(product);
         ptx::register_fence(x), register_fence(fu);
         issue<T, ptx::Major::K, typename S::Product>(
             x, fu, S::Product::k_major_low(ptx::shared_address(smem.a[product.stage]), 0, 0), true);
-        const float chunk_decay = ptx::ld_shared_f32(t - q8 + 4 * table::kChunkDecay);
+        const float2 decay_first = ptx::ld_shared_v2_f32(t - q8 + 4 * table::kChunkDecay);  // and kFirstPrecise
+        if (__any_sync(~0u, __float_as_int(decay_first.y) < kChunk)) {
+            precise_chunk(s, x, o, k, t, v, has_values, decay_first.x, __float_as_int(decay_first.y));
+            return;
+        }
+        const float chunk_decay = decay_first.x;
 #pragma unroll
         for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
         if constexpr (C::kOutputs) {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kScaledGamma + j * 32);
-                o[4 * j] *= gamma.x, o[4 * j + 1] *= gamma.y, o[4 * j + 2] *= gamma.x, o[4 * j + 3] *= gamma.y;
-            }
+            scale_outputs(o, t);
         }
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
@@ -222,43 +275,185 @@ struct StateLoop {
         if constexpr (C::kOutputs) {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
-            __syncwarp();
-            if (lane == 0) {
-                ptx::mbarrier_arrive(smem.products().empty(product.stage));
-                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                uint32_t r[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) r[j] = ptx::cvt_rn_x2<T>(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]);
-                ptx::stmatrix_x4_trans(v + i * 2048, r);
-            }
-            ptx::fence_proxy_async_shared_cta();
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&smem.output_ready[value.stage]));
+            store_outputs(o, v, lane);
         }
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(s);
-        __syncwarp();
-        if (lane == 0) {
-            ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
-            if constexpr (!C::kOutputs) {
-                ptx::mbarrier_arrive(smem.products().empty(product.stage));
-                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
-                ptx::mbarrier_arrive(smem.values().empty(value.stage));
+        finish(lane);
+    }
+
+    // Tokens from `first` on: x += factor (A1 b0 + A0 b1 + A0 b0), factor by row of x; kFirst: with the last product. In two halves,
+    // for want of registers.
+    template <class Term, bool kFirst>
+    __device__ __forceinline__ void add_products(float (&x)[32], const uint32_t (&b0)[4][4], const uint32_t (&b1)[4][4],
+                                                 const uint8_t *A0, const uint8_t *A1, float factor0, float factor1, int first,
+                                                 int lane) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float z[16];
+            ptx::register_fence(z);
+            issue<Term, ptx::Major::K, typename S::Product>(z, b0, product_low(A1, 32 * half), false);
+            issue<Term, ptx::Major::K, typename S::Product>(z, b1, product_low(A0, 32 * half), true);
+            if constexpr (kFirst) issue<Term, ptx::Major::K, typename S::Product>(z, b0, product_low(A0, 32 * half), true);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(z);
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int token = 32 * half + 8 * (i / 4) + 2 * (lane & 3) + i % 2;
+                float &to = x[16 * half + i];
+                to = token < first ? to : fmaf(i % 4 < 2 ? factor0 : factor1, z[i], to);
             }
         }
-        tile.advance(), value.advance(), factors.advance(), product.advance();
+    }
+
+    // S packed once more, so that what the chunk began with need not be kept: `nothing` is 0, which the compiler cannot know.
+    __device__ __forceinline__ static void pack_again(uint32_t (&fs)[C::D / 16][4], const float (&s)[C::D / 2],
+                                                      uint32_t nothing) {
+#pragma unroll
+        for (int i = 0; i < C::D / 4; i++)
+            fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(__uint_as_float(__float_as_uint(s[2 * i]) ^ nothing),
+                                                 __uint_as_float(__float_as_uint(s[2 * i + 1]) ^ nothing));
+    }
+
+    // Tokens from `first` on: x += (what packing left of S) X^T, X = K or Q.
+    __device__ __forceinline__ void add_second_terms(float (&x)[32], const float (&s)[C::D / 2], uint32_t nothing,
+                                                     uint32_t tile_x, int first, int lane) const {
+        uint32_t fs[C::D / 16][4];
+#pragma unroll
+        for (int i = 0; i < C::D / 4; i++) {
+            const float a = __uint_as_float(__float_as_uint(s[2 * i]) ^ nothing),
+                        b = __uint_as_float(__float_as_uint(s[2 * i + 1]) ^ nothing);
+            fs[i / 4][i % 4] = second_term<T>(ptx::cvt_rn_x2<T>(a, b), a, b);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float z[16];
+            ptx::register_fence(z), register_fence(fs);
+            issue<T, ptx::Major::K, typename S::Tile>(z, fs, S::Tile::k_major_low(tile_x, 32 * half, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(z);
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int token = 32 * half + 8 * (i / 4) + 2 * (lane & 3) + i % 2;
+                x[16 * half + i] += token < first ? 0.0f : z[i];
+            }
+        }
+    }
+
+    // The chunk again from U on, where keys are correlated: sums over V' cancel, and with them must what rounding left. Tokens
+    // from `first` on take two terms of each operand. U goes through A^ in fp16, because two terms in bf16 are too few where
+    // beta is 2, with a power of 2 for each column of V that brings its largest element to 2^14 .. 2^15; V' in T.
+    __device__ __forceinline__ void precise_chunk(float (&s)[C::D / 2], float (&x)[32], float (&o)[32], uint32_t k, uint32_t t,
+                                                  uint32_t v, bool has_values, float chunk_decay, int first) {
+        int second = product.stage + C::kAuxGroups;  // stage of the second terms
+        second -= second >= C::kProductStages ? C::kProductStages : 0;
+        const uint32_t nothing = static_cast<uint32_t>(first) >> 16, nothing2 = static_cast<uint32_t>(first) >> 15;
+        const int lane = static_cast<int>(threadIdx.x % 32 + nothing);
+        const uint8_t *A0 = smem.a[product.stage], *A1 = smem.a[second];
+        ptx::wgmma_wait_group<0>();  // what was begun is thrown away, its registers are needed
+        ptx::register_fence(x);
+        if constexpr (C::kOutputs) ptx::register_fence(o);
+        float y[32];
+        {
+            uint32_t fs[C::D / 16][4];
+            pack_again(fs, s, nothing);
+            ptx::register_fence(y), register_fence(fs);
+            issue<T, ptx::Major::K, typename S::Tile>(y, fs, S::Tile::k_major_low(k, 0, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(y);
+            add_second_terms(y, s, static_cast<uint32_t>(first) >> 17, k, first, lane);
+            uint32_t fv[4][4];
+            load_values(fv, v, has_values);
+            updates(y, fv, t);
+        }
+        {
+            uint32_t fu[4][4];
+            pack<T>(fu, y);
+#pragma unroll
+            for (int i = 0; i < 32; i++) x[i] = y[i];
+            ptx::register_fence(x), register_fence(fu);
+            issue<T, ptx::Major::K, typename S::Product>(x, fu, product_low(A0, 0), true);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(x);
+        }
+        uint32_t b0[4][4], b1[4][4];
+        float back[2];  // from the scaled U
+        {
+            float forth[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float most = 0.0f;
+#pragma unroll
+                for (int j = 0; j < 8; j++) most = fmaxf(most, fmaxf(fabsf(y[4 * j + 2 * r]), fabsf(y[4 * j + 2 * r + 1])));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                int exponent = static_cast<int>(__float_as_uint(most) >> 23);
+                exponent = exponent < 15 ? 15 : exponent;
+                forth[r] = __uint_as_float(static_cast<uint32_t>(268 - exponent) << 23);
+                back[r] = __uint_as_float(static_cast<uint32_t>(exponent - 14) << 23);
+            }
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const float a = y[2 * i] * forth[i % 2], b = y[2 * i + 1] * forth[i % 2];
+                b0[i / 4][i % 4] = ptx::cvt_rn_f16x2(a, b);
+                b1[i / 4][i % 4] = second_term<__half>(b0[i / 4][i % 4], a, b);
+                const int token = 8 * (i / 2) + 2 * (lane & 3);
+                x[2 * i] = token < first ? x[2 * i] : y[2 * i];
+                x[2 * i + 1] = token + 1 < first ? x[2 * i + 1] : y[2 * i + 1];
+            }
+        }
+        register_fence(b0), register_fence(b1);
+        add_products<__half, true>(x, b0, b1, A0, A1, back[0], back[1], first, lane);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {  // V' in two terms; they are all that is kept of it
+            b0[i / 4][i % 4] = ptx::cvt_rn_x2<T>(x[2 * i], x[2 * i + 1]);
+            b1[i / 4][i % 4] = second_term<T>(b0[i / 4][i % 4], x[2 * i], x[2 * i + 1]);
+        }
+        register_fence(b0), register_fence(b1);
+        if constexpr (C::kOutputs) {
+            {
+                uint32_t fs[C::D / 16][4];
+                pack_again(fs, s, nothing2);
+                ptx::register_fence(o), register_fence(fs);
+                issue<T, ptx::Major::K, typename S::Tile>(
+                    o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
+                ptx::wgmma_wait_group<0>();
+                ptx::register_fence(o);
+            }
+            scale_outputs(o, t);
+            ptx::register_fence(o), register_fence(b0), register_fence(b1);
+            issue<T, ptx::Major::K, typename S::Product>(o, b0, product_low(smem.p[product.stage], 0), true);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(o);
+            add_products<T, false>(o, b0, b1, smem.p[product.stage], smem.p[second], 1.0f, 1.0f, first, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float2 rho = ptx::ld_shared_v2_f32(t + 4 * table::kRho + (i / 2) * 32);
+            const float2 v0 = unpack(T(), b0[i / 4][i % 4]), v1 = unpack(T(), b1[i / 4][i % 4]);
+            const float a = (v0.x + v1.x) * rho.x, b = (v0.y + v1.y) * rho.y;
+            b0[i / 4][i % 4] = ptx::cvt_rn_x2<T>(a, b);
+            b1[i / 4][i % 4] = second_term<T>(b0[i / 4][i % 4], a, b);
+        }
+#pragma unroll
+        for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
+        register_fence(b0), register_fence(b1);
+        if constexpr (C::kOutputs) store_outputs(o, v, lane);
+        ptx::register_fence(s), register_fence(b0), register_fence(b1);
+        issue<T, ptx::Major::MN, typename S::Tile>(s, b0, S::Tile::mn_major_low(k, 0, 0), true);
+        issue<T, ptx::Major::MN, typename S::Tile>(s, b1, S::Tile::mn_major_low(k, 0, 0), true);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(s);
+        finish(lane);
     }
 };
 
 template <class C>
-__device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem, int group) {
+__device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem) {
     const DeltaParams &p = params.p;
     const int lane = threadIdx.x % 32;
-    const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4, k = 2 * (lane % 4);
-    StateLoop<C> loop{smem, group, {}, {}, {}, {}};
+    const int row = 64 * state_group() + 16 * (threadIdx.x / 32 % 4) + lane / 4, k = 2 * (lane % 4);
+    StateLoop<C> loop{smem, {}, {}, {}, {}};
     float s[C::D / 2];
     ItemReader<C> items{smem};
     while (true) {

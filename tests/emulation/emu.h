@@ -58,6 +58,34 @@ inline float __uint_as_float(uint32_t x) {
     memcpy(&f, &x, 4);
     return f;
 }
+inline int __float_as_int(float x) {
+    int i;
+    memcpy(&i, &x, 4);
+    return i;
+}
+inline unsigned __float_as_uint(float x) { return (unsigned)__float_as_int(x); }
+inline int __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
+inline __half2 emu_half2(float a, float b) { return __half2(__float2half_rn(a), __float2half_rn(b)); }
+#define EMU_HALF2(name, expression)                                                                         \
+    inline __half2 name(__half2 a, __half2 b) {                                                             \
+        const auto f = [](float a, float b) { return expression; };                                         \
+        return emu_half2(f(__half2float(a.x), __half2float(b.x)), f(__half2float(a.y), __half2float(b.y))); \
+    }
+#define __hadd2 emu_hadd2
+#define __hmul2 emu_hmul2
+#define __hmax2 emu_hmax2
+#define __hgt2 emu_hgt2
+#define __hfma2 emu_hfma2
+#define __habs2 emu_habs2
+EMU_HALF2(__hadd2, a + b)
+EMU_HALF2(__hmul2, a *b)
+EMU_HALF2(__hmax2, a > b ? a : b)
+EMU_HALF2(__hgt2, a > b ? 1.0f : 0.0f)
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+    return emu_half2(__half2float(a.x) * __half2float(b.x) + __half2float(c.x),
+                     __half2float(a.y) * __half2float(b.y) + __half2float(c.y));
+}
+inline __half2 __habs2(__half2 a) { return emu_half2(std::fabs(__half2float(a.x)), std::fabs(__half2float(a.y))); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 namespace linattn::ptx {
