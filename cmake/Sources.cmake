@@ -19,6 +19,9 @@ set(LINATTN_CUDA_SOURCES
   cuda/device.cu
   cuda/common/launch.cpp
   cuda/common/tensor_map.cpp
+  cuda/kda/kda_fwd.cu
+  cuda/kda/kda_fwd_bf16.cu
+  cuda/kda/kda_fwd_f16.cu
   cuda/recurrent/delta_commit.cu
   cuda/recurrent/delta_decode_gdn.cu
   cuda/recurrent/delta_decode_kda.cu

@@ -1,6 +1,7 @@
 // The CUDA backend: which kernel runs an op, and what has none.
 #include "device.h"
 #include "error.h"
+#include "kda/kda.h"
 #include "ops.h"
 #include "recurrent/recurrent.h"
 
@@ -55,7 +56,15 @@ static bool fits_decode(const DeltaParams &p) {
 }
 
 const char *gdn_fwd(const DeltaParams &p) { return recurrent(p); }
-const char *kda_fwd(const DeltaParams &p) { return recurrent(p); }
+static uint64_t kda_fwd_workspace(const DeltaParams &p) {
+    const uint64_t bytes = recurrent_workspace(p);
+    return kda_chunked_fits(p) ? kda_fwd_chunked_workspace(p) : bytes;
+}
+const char *kda_fwd(const DeltaParams &p) {
+    if (!kda_chunked_fits(p)) return recurrent(p);
+    launch_kda_fwd_chunked(p, multiprocessors(p.device));
+    return "cuda/chunked";
+}
 
 const char *gdn_decode(const DeltaParams &p) {
     if (!fits_decode(p)) return recurrent(p);
@@ -84,7 +93,7 @@ const char *delta_commit(const CommitParams &p) {
 }
 
 const Backend &backend() {
-    static const Backend table = {{recurrent_workspace, gdn_fwd},        {recurrent_workspace, kda_fwd},
+    static const Backend table = {{recurrent_workspace, gdn_fwd},        {kda_fwd_workspace, kda_fwd},
                                   {recurrent_workspace, gdn_decode},     {recurrent_workspace, kda_decode},
                                   {recurrent_workspace, gdn_verify},     {recurrent_workspace, kda_verify},
                                   {delta_commit_workspace, delta_commit}};
