@@ -82,7 +82,9 @@ def test_hard_gates(gpu, gates, dtype):
     check_chunked(case, forward(gpu, case))
 
 
-UNDAMPED = "one key with beta 2 turns its state over at every token: rounding K~ and S adds up (docs/kda.md)"
+UNDAMPED = (
+    "one key with beta 2 turns its state over at every token: what is rounded adds up (docs/kda.md)"
+)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
