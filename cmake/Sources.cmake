@@ -29,6 +29,9 @@ set(LINATTN_CUDA_SOURCES
   cuda/gdn/gdn_fwd_f16_128.cu
   cuda/gdn/gdn_transition_128.cu
   cuda/gdn/gdn_transition_64.cu
+  cuda/kda/kda_fwd.cu
+  cuda/kda/kda_fwd_bf16.cu
+  cuda/kda/kda_fwd_f16.cu
   cuda/recurrent/delta_commit.cu
   cuda/recurrent/delta_decode_gdn.cu
   cuda/recurrent/delta_decode_kda.cu

@@ -3,6 +3,7 @@
 #include "device.h"
 #include "error.h"
 #include "gdn/gdn.h"
+#include "kda/kda.h"
 #include "ops.h"
 #include "recurrent/recurrent.h"
 
@@ -73,7 +74,15 @@ const char *gdn_fwd(const DeltaParams &p) {
     return "cuda/chunked";
 }
 
-const char *kda_fwd(const DeltaParams &p) { return recurrent(p); }
+static uint64_t kda_fwd_workspace(const DeltaParams &p) {
+    const uint64_t bytes = recurrent_workspace(p);
+    return kda_chunked_fits(p) ? kda_fwd_chunked_workspace(p) : bytes;
+}
+const char *kda_fwd(const DeltaParams &p) {
+    if (!kda_chunked_fits(p)) return recurrent(p);
+    launch_kda_fwd_chunked(p, multiprocessors(p.device));
+    return "cuda/chunked";
+}
 
 const char *gdn_decode(const DeltaParams &p) {
     if (!fits_decode(p)) return recurrent(p);
@@ -146,7 +155,7 @@ const char *segment_merge(const MergeParams &p) {
 }
 
 const Backend &backend() {
-    static const Backend table = {{gdn_fwd_workspace, gdn_fwd},           {recurrent_workspace, kda_fwd},
+    static const Backend table = {{gdn_fwd_workspace, gdn_fwd},           {kda_fwd_workspace, kda_fwd},
                                   {recurrent_workspace, gdn_decode},      {recurrent_workspace, kda_decode},
                                   {recurrent_workspace, gdn_verify},      {recurrent_workspace, kda_verify},
                                   {delta_commit_workspace, delta_commit}, {delta_bwd_workspace, gdn_bwd},

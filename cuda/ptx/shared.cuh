@@ -18,6 +18,13 @@ __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
     return value;
 }
 
+// Address a multiple of 8.
+__device__ __forceinline__ uint2 ld_shared_v2_u32(uint32_t address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4_u32(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -57,6 +64,11 @@ __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) 
 
 __device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Address a multiple of 8.
+__device__ __forceinline__ void st_shared_v2_u32(uint32_t address, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_v4_u32(uint32_t address, uint4 v) {

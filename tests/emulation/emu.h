@@ -39,6 +39,7 @@ inline unsigned __ballot_sync(unsigned, bool p) {
         return r;
     });
 }
+inline bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 inline int __reduce_add_sync(unsigned, int v) {
     return emu_all(v, [] {
         int r = 0;
@@ -50,6 +51,16 @@ inline int __reduce_max_sync(unsigned, int v) {
     return emu_all(v, [] {
         int r = INT32_MIN;
         for (int i = 0; i < 32; i++) r = std::max(r, (int)emu::wbuf[emu::W()][i]);
+        return r;
+    });
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+    return emu_all((int)v, [] {
+        unsigned r = 0;
+        for (int i = 0; i < 32; i++) r = std::max(r, (unsigned)emu::wbuf[emu::W()][i]);
         return r;
     });
 }
@@ -121,6 +132,9 @@ inline float ld_shared_f32(uint32_t a) { return ld<float>(a); }
 inline uint4 ld_shared_v4_u32(uint32_t a) { return ld<uint4>(a); }
 inline float2 ld_shared_v2_f32(uint32_t a) { return ld<float2>(a); }
 inline float4 ld_shared_v4_f32(uint32_t a) { return ld<float4>(a); }
+inline uint2 ld_shared_v2_u32(uint32_t a) { return ld<uint2>(a); }
+inline void st_shared_v2_u32(uint32_t a, uint2 v) { st(a, v); }
+inline void st_shared_u16(uint32_t a, uint16_t v) { st(a, v); }
 inline void st_shared_u32(uint32_t a, uint32_t v) { st(a, v); }
 inline void st_shared_f32(uint32_t a, float v) { st(a, v); }
 inline void st_shared_v4_u32(uint32_t a, uint4 v) { st(a, v); }
@@ -178,6 +192,8 @@ inline void complete(uint32_t b, int n) {
 }
 // math
 inline float ex2_approx_ftz(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
+inline float lg2_approx_ftz(float x) { return std::log2(x); }
+inline float rcp_approx_ftz(float x) { return 1.0f / x; }
 inline uint32_t b16(float x) {
     __nv_bfloat16 h = __float2bfloat16_rn(x);
     uint16_t r;
@@ -198,11 +214,15 @@ template <class T>
 uint32_t cvt_rn_x2(float a, float b) {
     return kIsBf16<T> ? cvt_rn_bf16x2(a, b) : cvt_rn_f16x2(a, b);
 }
+inline uint32_t mul_rn_f16x2(uint32_t a, uint32_t b);
 template <class T>
 float up(uint16_t x) {
     T h;
     memcpy(&h, &x, 2);
     return (float)h;
+}
+inline uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
+    return cvt_rn_f16x2(up<__half>(a) * up<__half>(b), up<__half>(a >> 16) * up<__half>(b >> 16));
 }
 // mma
 inline void matrix_load(uint32_t *r, uint32_t a, bool trans, int n) {
@@ -282,16 +302,17 @@ inline void fence_proxy_async_global() {}
 struct Map {
     char *data;
     int64_t size[4], stride[4];
-    int box[4];
+    int box[4], bytes, swizzle;  // of an element; width, or 0
+    int box_bytes() const { return box[0] * box[2] * bytes; }
 };
 inline const Map &map_of(const CUtensorMap *m) { return *(const Map *)m; }
 inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[4], bool store) {
     const Map &t = map_of(m);
-    if (s % 1024) abort();
+    if (s % (t.swizzle ? 1024 : 128) || (t.swizzle && t.box[0] * t.bytes != t.swizzle)) abort();
     for (int r = 0; r < t.box[2]; r++)
         for (int x = 0; x < t.box[0]; x++) {
-            uint32_t a = s + r * 128 + x * 2;
-            a ^= ((a >> 7) & 7) << 4;
+            uint32_t a = s + (r * t.box[0] + x) * t.bytes;
+            if (t.swizzle) a ^= ((a >> 7) & 7) << 4;
             int64_t p[4] = {c[0] + x, c[1], c[2] + r, c[3]};
             bool in = true;
             int64_t o = 0;
@@ -300,19 +321,19 @@ inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[4], bool sto
                 o += p[i] * t.stride[i];
             }
             if (store) {
-                if (in) memcpy(t.data + 2 * o, at(a), 2);
+                if (in) memcpy(t.data + t.bytes * o, at(a), t.bytes);
             } else if (in)
-                memcpy(at(a), t.data + 2 * o, 2);
+                memcpy(at(a), t.data + t.bytes * o, t.bytes);
             else
-                memset(at(a), 0, 2);
+                memset(at(a), 0, t.bytes);
         }
 }
 inline std::map<Fiber *, std::vector<std::function<void()>>> stores;
 inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3) {
-    memset(at(d), 0xff, map_of(m).box[0] * map_of(m).box[2] * 2);
+    memset(at(d), 0xff, map_of(m).box_bytes());
     pending.push_back([=] {
         tensor(d, m, {c0, c1, c2, c3}, false);
-        complete(b, map_of(m).box[0] * map_of(m).box[2] * 2);
+        complete(b, map_of(m).box_bytes());
     });
 }
 inline void cp_async_bulk_tensor_4d_store(const CUtensorMap *m, uint32_t s, int c0, int c1, int c2, int c3) {
@@ -377,10 +398,11 @@ template <class T>
 float element(uint64_t desc, Major major, int mn, int k) {
     uint32_t low = (uint32_t)desc, high = desc >> 32, start = (low & 0x3fff) << 4, lead = ((low >> 16) & 0x3fff) << 4,
              stride = (high & 0x3fff) << 4;
-    if (high >> 30 != 1) abort();
-    uint32_t a = major == Major::K ? start + (mn / 8) * stride + (mn % 8) * 128 + 2 * k
-                                   : start + (mn / 64) * lead + (k / 8) * stride + (k % 8) * 128 + (mn % 64) * 2;
-    a ^= ((a >> 7) & 7) << 4;
+    uint32_t width = high >> 30 == 1 ? 128 : high >> 30 == 2 ? 64 : 0;
+    if (!width || start % 16) abort();
+    uint32_t a = major == Major::K ? start + (mn / 8) * stride + (mn % 8) * width + 2 * k
+                                   : start + (mn / (width / 2)) * lead + (k / 8) * stride + (k % 8) * width + (mn % (width / 2)) * 2;
+    a ^= ((a >> 7) & (width / 16 - 1)) << 4;
     uint16_t x;
     memcpy(&x, at(a), 2);
     return up<T>(x);

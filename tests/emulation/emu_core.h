@@ -17,11 +17,14 @@
 #include <memory>
 #include <type_traits>
 #include <vector>
-namespace linattn::cuda::gdn {
+#ifndef EMULATED  // the namespace of the kernels
+#define EMULATED gdn
+#endif
+namespace linattn::cuda::EMULATED {
 alignas(1024) inline char smem_bytes[232448];
 }
 namespace emu {
-using linattn::cuda::gdn::smem_bytes;
+using linattn::cuda::EMULATED::smem_bytes;
 struct U3 {
     unsigned x = 0, y = 0, z = 0;
 };

@@ -133,6 +133,8 @@ SNIPPETS: dict[str, dict[str, str]] = {
     "shared.cuh": {
         "ld_shared_u32": "out(ld_shared_u32(a));",
         "ld_shared_v4_f32": "float4 v = ld_shared_v4_f32(a); out(v.x + v.y + v.z + v.w);",
+        "ld_shared_v2_u32": "uint2 v = ld_shared_v2_u32(a); out(v.x + v.y);",
+        "st_shared_v2_u32": "st_shared_v2_u32(a, uint2{a, b});",
         "st_shared_u16": "st_shared_u16(a, 1);",
         "st_shared_v4_u32": "st_shared_v4_u32(a, uint4{a, b, a, b});",
     },

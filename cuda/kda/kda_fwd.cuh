@@ -1,0 +1,80 @@
+// Kimi delta attention over whole sequences in chunks of 32 tokens:
+//
+//   S = diag(exp(g)) S;   u = beta (v - S^T k);   S = S + k u^T;   o = scale S^T q                          arXiv:2510.26692
+//
+// Two kernels: kda_fwd_prepare_kernel (prepare.cuh) makes the operands of every chunk, kda_fwd_scan_kernel carries the state
+// through them. The scan's grid: persistent CTAs over items (items.cuh), a sequence, a value head and 64 or 128 columns of V
+// each. Block: the state warpgroups (state.cuh), 64 columns each, and a warp that loads; they meet at one ring of mbarriers.
+// Registers per thread: 224 at 288 threads. Shared memory: 4 stages of 50 KB.
+#pragma once
+#include "common/launch.h"
+#include "prepare.cuh"
+#include "state.cuh"
+
+namespace linattn::cuda::kda {
+
+template <int kGroups>
+__device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<kGroups> &smem) {
+    RingState<kStages> stage;
+    ptx::griddepcontrol_wait();  // the operands
+    for (uint32_t round = 0;; round++) {
+        const Item item = smem.plan.find(params.p, kD / 64 / kGroups, round);
+        if (!item.exists) break;
+        const int chunks = slab_chunks_of(params, item.length);
+        if (item.read_row < 0 || chunks == 0) continue;
+        const int first = chunks_before(params, item.sequence);
+        for (int c = 0; c < chunks; c++, stage.advance()) {
+            smem.ring().wait_empty(stage);
+            if (threadIdx.x % 32 == 0) {
+                const uint32_t full = smem.ring().full(stage.stage), v = ptx::shared_address(smem.v[stage.stage]);
+                ptx::mbarrier_arrive_expect_tx(full, sizeof(Operands) + sizeof(smem.v[0]));
+                ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage]),
+                                        operands_of(params, first + c, item.head), sizeof(Operands), full);
+#pragma unroll
+                for (int panel = 0; panel < kGroups; panel++)
+                    ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
+                                                      64 * (kGroups * item.piece + panel), item.head,
+                                                      item.bos + (params.first_chunk + c) * kChunk, item.batch);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+template <class T, int kGroups>
+__global__ void __launch_bounds__(128 * kGroups + 32, 1)
+    kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    ScanSmem<kGroups> &smem = *reinterpret_cast<ScanSmem<kGroups> *>(smem_bytes);
+    if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups);
+    smem.plan.make(params.p, kD / 64 / kGroups, 128 * kGroups + 32);
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group < kGroups)
+        state<T, kGroups>(params, smem, group);
+    else
+        load<kGroups>(params, maps, smem);
+}
+
+template <class T, int kGroups>
+void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
+    const int64_t items = params.p.N * params.p.HV * (kD / 64 / kGroups);
+    LaunchConfig config;
+    config.grid.x = items < multiprocessors ? items : multiprocessors;
+    config.block.x = 128 * kGroups + 32;
+    config.smem_bytes = sizeof(ScanSmem<kGroups>);
+    config.stream = static_cast<cudaStream_t>(params.p.stream);
+    config.programmatic = true;  // starts while the last operands are being made
+    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, kGroups>, config, params, maps);
+}
+
+template <class T>
+void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors) {
+    launch_prepare<T>(params, maps, chunks);
+    if (2 * params.p.N * params.p.HV <= multiprocessors)
+        launch_scan<T, 1>(params, maps, multiprocessors);
+    else
+        launch_scan<T, 2>(params, maps, multiprocessors);
+}
+
+}  // namespace linattn::cuda::kda

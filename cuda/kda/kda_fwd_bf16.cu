@@ -1,0 +1,7 @@
+#include "kda_fwd.cuh"
+
+namespace linattn::cuda::kda {
+
+template void launch_slab<__nv_bfloat16>(const KernelParams &, const TensorMaps &, int64_t, int);
+
+}  // namespace linattn::cuda::kda

@@ -1,0 +1,125 @@
+// The preparation: of one chunk and value head, everything that does not depend on the state, to the workspace.
+//
+//   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh);  T^ = (I + L)^-1 (solve.cuh)
+//
+// Grid: chunks of the slab x value heads, one CTA each. Block: four warps, 32 channels each, their sums joined in shared memory.
+// Three CTAs on an SM: what counts here is latency, of loads, shared memory and barriers.
+#pragma once
+#include "common/launch.h"
+#include "ptx/cta.cuh"
+#include "ptx/tma.cuh"
+#include "solve.cuh"
+#include "tree.cuh"
+
+namespace linattn::cuda::kda {
+
+__device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap *map, uint32_t barrier, int head, int token,
+                                          int batch) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; panel++)
+        ptx::cp_async_bulk_tensor_4d_load(tile + panel * Tile::kPanelStrideBytes, map, barrier, 64 * panel, head, token, batch);
+}
+
+// Rows past the end of a sequence are another one's and may hold anything: selected away, not multiplied by zero.
+__device__ __forceinline__ void clear_rows(uint32_t tile, int rows, int thread) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; panel++)
+#pragma unroll 1
+        for (int at = rows * 128 + thread * 16; at < kChunk * 128; at += 2048)
+            ptx::st_shared_v4_u32(tile + panel * Tile::kPanelStrideBytes + at, make_uint4(0, 0, 0, 0));
+}
+
+template <class T>
+__global__ void __launch_bounds__(128, 3)
+    kda_fwd_prepare_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    PrepSmem &smem = *reinterpret_cast<PrepSmem *>(smem_bytes);
+    const DeltaParams &p = params.p;
+    ptx::griddepcontrol_launch_dependents();
+    const int HV = static_cast<int>(p.HV), index = static_cast<int>(blockIdx.x) / HV, head = static_cast<int>(blockIdx.x) % HV;
+    int sequence, within, bos, length;
+    if (!find_chunk(params, index, sequence, within)) return;
+    if (read_row(p, sequence) < 0) return;  // padding
+    sequence_range(p, sequence, bos, length);
+    const int at = (params.first_chunk + within) * kChunk, rows = length - at < kChunk ? length - at : kChunk;
+    const int token = bos + at, batch = p.cu_seqlens ? 0 : sequence;
+    const uint32_t landed = ptx::shared_address(&smem.landed), k = ptx::shared_address(smem.k);
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(landed, 1);
+        ptx::fence_mbarrier_init();
+        const int head_qk = head / (HV / static_cast<int>(p.H));
+        ptx::mbarrier_arrive_expect_tx(landed,
+                                       2 * Tile::kBytes + kChunk * kD * static_cast<uint32_t>(p.g.dtype == DType::F32 ? 4 : 2));
+        load_tile(k, &maps.k, landed, head_qk, token, batch);
+        load_tile(k + Tile::kBytes, &maps.q, landed, head_qk, token, batch);
+        ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g), &maps.g, landed, 0, head, token, batch);
+    }
+    const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
+    float4 bias[2] = {};
+    if (p.dt_bias) {
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+            const int64_t from = head * p.dt_bias.stride[0] + (32 * w + 16 * step + lane % 4 * 4) * p.dt_bias.stride[1];
+            const int64_t next = p.dt_bias.stride[1];
+            bias[step] = make_float4(load_scalar(p.dt_bias, from), load_scalar(p.dt_bias, from + next),
+                                     load_scalar(p.dt_bias, from + 2 * next), load_scalar(p.dt_bias, from + 3 * next));
+        }
+    }
+    // An infinite amplitude would make inf x 0.
+    const float amplitude = p.A_log ? fminf(expf(load_scalar(p.A_log, head * p.A_log.stride[0])), 1e30f) : 1.0f;
+    float beta = 0.0f;
+    if (w == 3 && lane < rows)
+        beta = load_scalar(p.beta, batch * p.beta.stride[0] + (token + lane) * p.beta.stride[1] + head * p.beta.stride[2]);
+    Operands &to = *operands_of(params, index, head);
+    __syncthreads();
+    ptx::mbarrier_wait_parity(landed, 0);
+    if (rows < kChunk) {
+        clear_rows(k, rows, thread);
+        clear_rows(k + Tile::kBytes, rows, thread);
+        __syncthreads();
+    }
+    const float back = to_f16<T>(k, w);
+    Partial &partial = smem.partial[w];
+    if (lane == 0) partial.scale[0] = back * back;
+    __syncwarp();
+    same_token(k, w, p.qk_l2norm, partial);
+#pragma unroll 1
+    for (int step = 0; step < 2; step++) {
+        float a[16];
+        load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
+        activate(a, params, amplitude, bias[0]);
+        bias[0] = bias[1];
+        if (rows < kChunk) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) a[i] = (lane & ~3) + i / 4 < rows ? a[i] : 1.0f;
+        }
+        k_step<T>(a, back, k, ptx::shared_address(smem.scratch) + w * kScratchBytes, w, step, to.k_start, smem.factors,
+                  partial);
+    }
+    __syncthreads();
+    if (w == 3) token_factors(params, smem.partial, smem.factors, lane, rows, beta);
+    __syncthreads();
+    add_partials<T>(smem.partial, to.a[0], smem.factors, smem.solve, thread);
+    __syncthreads();
+    if (w == 0) invert_diagonal(smem.solve, lane);
+    if (w == 1) find_precise(smem.factors, smem.solve, lane);
+    __syncthreads();
+    lower_left_first<T>(to.t[0], smem.factors, smem.solve, thread);
+    __syncthreads();
+    lower_left_second<T>(to.t[0], smem.factors, smem.solve, thread);
+    static_assert(sizeof(Factors) <= 128 * 16, "one piece a thread");
+    if (thread < static_cast<int>(sizeof(Factors) / 16))
+        reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
+}
+
+template <class T>
+void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
+    LaunchConfig config;
+    config.grid.x = chunks * params.p.HV;
+    config.block.x = 128;
+    config.smem_bytes = sizeof(PrepSmem);
+    config.stream = static_cast<cudaStream_t>(params.p.stream);
+    launch("kda_fwd_prepare_kernel", kda_fwd_prepare_kernel<T>, config, params, maps);
+}
+
+}  // namespace linattn::cuda::kda

@@ -1,0 +1,21 @@
+// Shared memory of kda_fwd_scan_kernel.
+#pragma once
+#include "items.cuh"
+
+namespace linattn::cuda::kda {
+
+constexpr int kStages = 4;  // chunks in flight
+
+// kGroups: state warpgroups, 64 columns of V each.
+template <int kGroups>
+struct alignas(1024) ScanSmem {
+    Operands operands[kStages];
+    uint8_t v[kStages][kGroups * Tile::kPanelStrideBytes];  // V, then O in its place
+    Item item[4 * kGroups];                                 // of each state warp
+    Plan plan;
+    uint64_t barriers[2 * kStages];
+
+    __device__ Ring<kStages> ring() { return {ptx::shared_address(barriers)}; }
+};
+
+}  // namespace linattn::cuda::kda

@@ -1,0 +1,172 @@
+// From the four warps' sums to what the scan needs: A in 16 bits, and T^ = (I + L)^-1 below its diagonal, with
+// L = diag(beta) M, in fp32 up to its last rounding.
+//
+// The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two plain
+// products spread over the 128 threads.
+#pragma once
+#include "common/fragments.cuh"
+#include "gates.cuh"
+
+namespace linattn::cuda::kda {
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// By 32 threads, a token each: norms and factors, and A's diagonal into kk of the first warp's sums.
+__device__ __forceinline__ void token_factors(const KernelParams &params, Partial (&s_partial)[4], Factors &to, int token,
+                                              int rows, float beta) {
+    const DeltaParams &p = params.p;
+    float kk = 0.0f, qk = 0.0f, qq = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        const float scale = s_partial[w].scale[0];
+        kk = fmaf(scale, s_partial[w].kk[token], kk), qk = fmaf(scale, s_partial[w].qk[token], qk);
+    }
+    float norm_k = 1.0f, norm_q = 1.0f;
+    if (p.qk_l2norm) {
+#pragma unroll
+        for (int w = 0; w < 4; w++) qq = fmaf(s_partial[w].scale[0], s_partial[w].qq[token], qq);
+        norm_k = rsqrtf(kk + 1e-6f), norm_q = rsqrtf(qq + 1e-6f);
+    }
+    if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
+    if (p.beta_form == BetaForm::LogitsX2) beta += beta;
+    to.norm_k[token] = norm_k;
+    beta = token < rows ? beta : 0.0f;
+    to.beta[token] = beta;
+    to.beta_norm[token] = beta * norm_k;
+    to.scale_q[token] = params.scale * norm_q;
+    s_partial[0].qk[token] = qk;
+}
+
+__device__ __forceinline__ float4 ld4(const float *s_from) { return ptx::ld_shared_v4_f32(ptx::shared_address(s_from)); }
+
+__device__ __forceinline__ void ld8(float (&x)[8], const float *s_from) {
+    const float4 a = ld4(s_from), b = ld4(s_from + 4);
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// Eight numbers of a row to a square in global memory, and the second terms to the square after it.
+template <class T>
+__device__ __forceinline__ void put8(uint8_t *g_to, const float (&x)[8]) {
+    uint32_t high[4], low[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        high[j] = ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]);
+        const float2 rounded = unpack(T(), high[j]);
+        low[j] = ptx::cvt_rn_x2<T>(x[2 * j] - rounded.x, x[2 * j + 1] - rounded.y);
+    }
+    *reinterpret_cast<uint4 *>(g_to) = make_uint4(high[0], high[1], high[2], high[3]);
+    *reinterpret_cast<uint4 *>(g_to + Square::kBytes) = make_uint4(low[0], low[1], low[2], low[3]);
+}
+
+// Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it.
+template <class T>
+__device__ __forceinline__ void add_partials(const Partial (&s_partial)[4], uint8_t *g_a, const Factors &to, Solve &solve,
+                                             int thread) {
+    const int i = thread / 4, c = 8 * (thread % 4);
+    float x[8], y[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        const float back = s_partial[w].scale[0];
+        ld8(y, &s_partial[w].x[i * kPitch + c]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = fmaf(back, y[j], x[j]);
+    }
+    const float diagonal = s_partial[0].qk[i], scale = to.scale_q[i], norm = to.norm_k[i];
+    ld8(y, &to.beta_norm[c]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (c + j > i) solve.l[(c + j) * kPitch + i] = x[j] * norm * y[j];
+        x[j] = c + j < i ? x[j] * scale : c + j == i ? diagonal * scale : 0.0f;
+    }
+    put8<T>(g_a + Square::offset(i, c), x);
+}
+
+// Sums over U cancel where keys are alike: rounding each operand once is then not enough. By one warp, lane = token: the first
+// one whose row of L is not small. It does not depend on later tokens. Independent keys of 128 channels with beta 1 stay below
+// 32 / 128.
+constexpr float kAlike = 0.4f;
+
+__device__ __forceinline__ void find_precise(Factors &to, const Solve &solve, int lane) {
+    float sum[4] = {};
+#pragma unroll
+    for (int s = 0; s < kChunk; s += 4) {
+        const float4 l = ld4(&solve.l[lane * kPitch + s]);  // garbage from the diagonal on
+        sum[0] = s < lane ? fmaf(l.x, l.x, sum[0]) : sum[0], sum[1] = s + 1 < lane ? fmaf(l.y, l.y, sum[1]) : sum[1];
+        sum[2] = s + 2 < lane ? fmaf(l.z, l.z, sum[2]) : sum[2], sum[3] = s + 3 < lane ? fmaf(l.w, l.w, sum[3]) : sum[3];
+    }
+    const uint32_t precise = __ballot_sync(~0u, (sum[0] + sum[1]) + (sum[2] + sum[3]) > kAlike);
+    if (lane == 0) to.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
+}
+
+// By one warp: lane = column of block lane / 16.
+__device__ __forceinline__ void invert_diagonal(Solve &solve, int lane) {
+    const int first = lane & 16, column = lane & 15;
+    float x[16];
+#pragma unroll
+    for (int r = 0; r < 16; r++) {
+        x[r] = r == column ? 1.0f : 0.0f;
+        const float *s_row = &solve.l[(first + r) * kPitch + first];
+#pragma unroll
+        for (int s = 0; s < r; s += 4) {
+            const float4 l = ld4(s_row + s);
+            x[r] = fmaf(-l.x, x[s], x[r]);
+            if (s + 1 < r) x[r] = fmaf(-l.y, x[s + 1], x[r]);
+            if (s + 2 < r) x[r] = fmaf(-l.z, x[s + 2], x[r]);
+            if (s + 3 < r) x[r] = fmaf(-l.w, x[s + 3], x[r]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 16; r++) solve.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
+}
+
+// Row r (0-15) of X times column c of Y: X at x, 16 columns; Y at y, kYPitch floats a row.
+template <int kYPitch>
+__device__ __forceinline__ float dot16(const float *s_x, const float *s_y) {
+    float sum[2] = {};
+#pragma unroll
+    for (int s = 0; s < 16; s += 4) {
+        const float4 x = ld4(s_x + s);
+        sum[0] = fmaf(x.x, s_y[s * kYPitch], sum[0]), sum[1] = fmaf(x.y, s_y[(s + 1) * kYPitch], sum[1]);
+        sum[0] = fmaf(x.z, s_y[(s + 2) * kYPitch], sum[0]), sum[1] = fmaf(x.w, s_y[(s + 3) * kYPitch], sum[1]);
+    }
+    return sum[0] + sum[1];
+}
+
+// y = L10 T00, and the diagonal blocks and the block above them to T^.
+template <class T>
+__device__ __forceinline__ void lower_left_first(uint8_t *g_t, const Factors &to, Solve &solve, int thread) {
+    const int r = thread / 16, c = thread % 16;
+#pragma unroll
+    for (int i = 0; i < 2; i++) solve.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&solve.l[(16 + r + 8 * i) * kPitch], &solve.t[c]);
+    const int row = thread / 4, column = 8 * (thread % 4);
+    if (row >= 16 && column < 16) return;
+    float x[8] = {};
+    if (column < 16 || row >= 16) {
+        float beta[8];
+        const float norm = to.norm_k[row];
+        ld8(x, &solve.t[row * kPitch + column]);
+        ld8(beta, &to.beta[column]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] * norm * beta[j] : 0.0f;
+    }
+    put8<T>(g_t + Square::offset(row, column), x);
+}
+
+template <class T>
+__device__ __forceinline__ void lower_left_second(uint8_t *g_t, const Factors &to, Solve &solve, int thread) {
+    const int r = thread / 16, c = thread % 16;
+    const float beta = to.beta[c];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = 16 + r + 8 * i;
+        const float x = -dot16<16>(&solve.t[row * kPitch + 16], &solve.y[c]) * to.norm_k[row] * beta;
+        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), low = ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f);
+        uint8_t *g_to = g_t + Square::offset(row, c);
+        *reinterpret_cast<uint16_t *>(g_to) = static_cast<uint16_t>(high);
+        *reinterpret_cast<uint16_t *>(g_to + Square::kBytes) = static_cast<uint16_t>(low);
+    }
+}
+
+}  // namespace linattn::cuda::kda

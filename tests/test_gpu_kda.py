@@ -1,0 +1,203 @@
+"""The chunked KDA forward: every option, hard gates and keys, slabs, and which calls take it."""
+
+from __future__ import annotations
+
+import cases
+import numpy as np
+import pytest
+from arrays import strides_for
+from cases import Case, Input, make
+from gpu_tools import CUDA, outputs_like, random_inputs, run, same_bits, tensors, torch
+from harness import Forward, check, check_forward, forward, forward_call, rows
+
+import pylinattn
+
+pytestmark = pytest.mark.gpu
+CHUNKED = "cuda/chunked"
+MIXED = (1, 70, 0, 64, 130, 31, 33, 3)
+FEW = Case("kda", MIXED, 1, 2, 128, 128, "bf16")  # 64 columns of V a CTA
+MANY = Case("kda", MIXED * 8, 1, 2, 128, 128, "bf16")  # all 128, more items than CTAs when 132 SMs
+SHAPES = {"few": FEW, "many": MANY}
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator(CUDA).manual_seed(0)
+
+
+def variant(case, **changes):
+    return cases.dataclasses.replace(case, **changes)
+
+
+def check_chunked(case, done, inputs=None):
+    check(done.path == CHUNKED, f"last_path is {done.path}")
+    check_forward(case, done, inputs)
+
+
+OPTIONS = {
+    "plain": ((), {}),
+    "l2norm": ((("qk_l2norm", True),), {}),
+    "softplus": ((("gate", "softplus"), ("beta_form", "logits"), ("qk_l2norm", True)), {}),
+    "bounded": ((("gate", "bounded"), ("lower_bound", -5.0), ("beta_form", "logits_x2")), {}),
+    "f16": ((("qk_l2norm", True),), {"dtype": "f16", "gate_dtype": "f16"}),
+    "no_initial": ((("scale", -0.3),), {"initial": False}),
+    "bf16_states": ((), {"state_dtype": "bf16", "gate_dtype": "bf16"}),
+    "checkpoints": ((("checkpoint_every", 64),), {}),
+}
+V_FIRST = {n: (lambda s: strides_for(s, (0, 1, 3, 2))) for n in ("initial_state", "final_state")}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_options(gpu, shape, options):
+    keywords, changes = OPTIONS[options]
+    case = variant(SHAPES[shape], options=keywords, **changes)
+    check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
+
+
+@pytest.mark.parametrize("gates", ["steep", "slow"])
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_activated_gates(gpu, gate, gates):
+    options = (("gate", gate), ("lower_bound", -5.0)) if gate == "bounded" else (("gate", gate),)
+    case = variant(FEW, lengths=(700, 33), gates=gates, options=(*options, ("qk_l2norm", True)))
+    check_chunked(case, forward(gpu, case))
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
+@pytest.mark.parametrize(("H", "HV"), [(3, 3), (2, 4), (1, 3), (2, 16)])
+def test_heads(gpu, H, HV, dense):
+    case = Case("kda", (100,) * 3, H, HV, 128, 128, "bf16", packed=not dense)
+    check_chunked(case, forward(gpu, case))
+
+
+def test_every_tail(gpu):
+    case = variant(FEW, lengths=tuple(range(1, 67)))
+    check_chunked(case, forward(gpu, case))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("gates", cases.HARD_GATES)
+def test_hard_gates(gpu, gates, dtype):
+    case = variant(FEW, gates=gates, dtype=dtype)
+    check_chunked(case, forward(gpu, case))
+
+
+UNDAMPED = (
+    "one key with beta 2 turns its state over at every token: what is rounded adds up (docs/kda.md)"
+)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("keys", cases.HARD_KEYS)
+def test_hard_keys(gpu, keys, dtype, request):
+    if keys == "one_key_b2":
+        request.applymarker(pytest.mark.xfail(reason=UNDAMPED))
+    case = variant(FEW, lengths=(16, 17, 64, 128, 200), gates=keys, dtype=dtype, initial=False)
+    check_chunked(case, forward(gpu, case))
+
+
+def test_slow_gates_keep_their_history(gpu):
+    """bf16 would round a k times 0.9999 back to k."""
+    case = variant(FEW, lengths=(3000,), H=2, HV=2)
+    inputs = make(case)
+    g = -1e-4 * (1 + np.arange(128) / 128) * np.ones((1, 3000, 2, 128))
+    inputs["g"] = Input(np.float32(g).astype(np.float64), "f32")
+    check_chunked(case, forward(gpu, case, inputs), inputs)
+
+
+def test_large_and_small_rows(gpu):
+    """With l2norm the length of q and k is of no consequence, within a chunk either."""
+    case = variant(FEW, lengths=(96,), options=(("qk_l2norm", True),))
+    inputs = make(case)
+    factor = 2.0 ** (np.arange(96) % 25 - 8)[None, :, None, None]
+    for name in "qk":
+        inputs[name] = Input(inputs[name].values * factor, "bf16")
+    check_chunked(case, forward(gpu, case, inputs), inputs)
+
+
+def test_causal_in_bits(gpu):
+    """Keys that become alike later in the chunk change how it is computed, and no earlier output."""
+    inputs = tensors(variant(FEW, lengths=(200,)))
+    want = run("kda_fwd", inputs)
+    changed = dict(inputs, k=inputs["k"].clone(), beta=inputs["beta"].clone())
+    changed["k"][:, 110:] = changed["k"][:, 110:111]
+    changed["beta"][:, 110:] = 1.0
+    got = run("kda_fwd", changed)
+    check(same_bits(got.o[:, :110], want.o[:, :110]), "an output depends on later tokens")
+    check(not same_bits(got.o[:, 111:], want.o[:, 111:]), "the change did nothing")
+
+
+def test_padding_and_pools(gpu):
+    case = variant(FEW, lengths=(70, 33, 0, 64))
+    inputs = make(case)
+    pool = np.float32(np.random.default_rng(1).normal(size=(9, 2, 128, 128))).astype(np.float64)
+    inputs["initial_state"] = Input(pool, "f32")
+    inputs["read_indices"] = inputs["write_indices"] = rows(3, -1, 0, 8)
+    done = Forward(forward_call(gpu, case, inputs, {"final_state": "initial_state"})())
+    check(done.path == CHUNKED, f"last_path is {done.path}")
+    check((done.o[:, 70:103] == 0).all(), "rows of a padding sequence are not zero")
+    untouched = [1, 2, 4, 5, 6, 7]
+    check((done.final_state[untouched] == pool[untouched]).all(), "other rows were written")
+
+
+def test_neighbours_nan_stays_out(gpu):
+    inputs = tensors(variant(FEW, lengths=(70, 70, 70)))
+    want = run("kda_fwd", inputs, output_final_state=True)
+    poisoned = {n: x.clone() if n in ["q", "k", "v", "g", "beta"] else x for n, x in inputs.items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        poisoned[name][:, 70:140] = float("nan")
+    got = run("kda_fwd", poisoned, output_final_state=True)
+    for part in (slice(0, 70), slice(140, 210)):
+        check(same_bits(got.o[:, part], want.o[:, part]), "NaN reached a neighbour")
+    check(same_bits(got.final_state[::2], want.final_state[::2]), "NaN reached a neighbour's state")
+
+
+def test_slabs_do_not_show(generator):
+    """More chunks than the workspace holds at once: the same bits as for a few of the heads, which fit."""
+    lengths = (500, 90, 50)
+    inputs = random_inputs("kda", 1, sum(lengths), 1, 1024, 128, generator)
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=CUDA)
+    options = dict(cu_seqlens=cu, qk_l2norm=True, output_final_state=True)
+    whole = run("kda_fwd", inputs, **options)
+    check(pylinattn.last_path() == CHUNKED, f"last_path is {pylinattn.last_path()}")
+    heads = slice(1000, 1008)
+    few = {n: x[:, :, heads] if n in ["v", "g", "beta"] else x for n, x in inputs.items()}
+    part = run("kda_fwd", few, **options)
+    check(same_bits(whole.o[:, :, heads], part.o), "o depends on the slabs")
+    check(same_bits(whole.final_state[:, heads], part.final_state), "states depend on the slabs")
+
+
+def test_what_is_not_taken(gpu):
+    """Odd strides of g, which TMA cannot address, and K = V = 64 run token by token."""
+    inputs = tensors(variant(FEW, lengths=(70,)))
+    want = run("kda_fwd", inputs)
+    check(pylinattn.last_path() == CHUNKED, f"last_path is {pylinattn.last_path()}")
+    wide = torch.empty(1, 70, 2, 129, device=CUDA)
+    wide[..., :128] = inputs["g"]
+    got = run("kda_fwd", inputs | {"g": wide[..., :128]})
+    check(pylinattn.last_path() == "cuda/recurrent", f"last_path is {pylinattn.last_path()}")
+    error = cases.relative_rms(got.o.double().cpu().numpy(), want.o.double().cpu().numpy())
+    check(error < 5e-3, f"the paths differ by {error:.1e}")
+    run("kda_fwd", tensors(Case("kda", (70,), 1, 2, 64, 64, "bf16")))
+    check(pylinattn.last_path() == "cuda/recurrent", f"last_path is {pylinattn.last_path()}")
+
+
+def test_graph_replay_with_other_lengths(gpu):
+    case = variant(FEW, lengths=(130, 40, 30))
+    inputs, outputs = tensors(case), outputs_like(case)
+    call = lambda: run("kda_fwd", inputs, **outputs)  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    for lengths in ((10, 90, 100), (200, 0, 0), (0, 1, 199)):
+        inputs["cu_seqlens"].copy_(torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        o, state = outputs["o"].clone(), outputs["final_state"].clone()
+        call()
+        check(same_bits(o, outputs["o"]), f"o of a replay with lengths {lengths}")
+        check(same_bits(state, outputs["final_state"]), f"states of a replay with {lengths}")
