@@ -11,21 +11,20 @@ namespace kda {
 template <class T>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors);  // kda_fwd.cuh
 
-// The workspace is to stay below this where it can.
-constexpr int64_t kWorkspaceBytes = int64_t{512} << 20, kLeastSlab = 4;
+// The workspace stays below this; a slab has one chunk at least.
+constexpr int64_t kWorkspaceBytes = int64_t{768} << 20;
 
+// Chunks of all sequences, at most, and of a slab: slabs of about one size.
 struct Slabs {
-    int64_t longest;  // chunks of the longest sequence there can be
-    int64_t length;   // chunks of each sequence in a slab
-    int64_t chunks;   // of all sequences in a slab, at most
+    int64_t all, length;
 };
 
 static Slabs slabs(const DeltaParams &p) {
-    const int64_t longest = (p.T + kChunk - 1) / kChunk, all = p.cu_seqlens ? p.T / kChunk + p.N : longest * p.N;
+    const int64_t all = p.cu_seqlens ? p.T / kChunk + p.N : (p.T + kChunk - 1) / kChunk * p.N;
     const int64_t fit = kWorkspaceBytes / (static_cast<int64_t>(sizeof(Operands)) * p.HV);
-    if (all <= fit) return {longest, longest, all};
-    const int64_t length = fit / p.N < kLeastSlab ? kLeastSlab : fit / p.N;
-    return {longest, length, length * p.N < all ? length * p.N : all};
+    if (all <= fit) return {all, all};
+    const int64_t count = fit < 1 ? all : (all + fit - 1) / fit;
+    return {all, (all + count - 1) / count};
 }
 
 // TMA addresses a [B,T,heads,D] array if rows are contiguous and all else is a multiple of 16 bytes.
@@ -52,15 +51,15 @@ bool kda_chunked_fits(const DeltaParams &p) {
     if ((p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) || p.K != kda::kD || p.V != kda::kD) return false;
     if (p.g.dtype != DType::F32 && p.g.dtype != DType::BF16 && p.g.dtype != DType::F16) return false;
     if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
-    if (kda::slabs(p).chunks > INT32_MAX / p.HV) return false;  // a grid's limit
+    if (kda::slabs(p).all > INT32_MAX || kda::slabs(p).length > INT32_MAX / p.HV) return false;  // a grid's limit
     return kda::tma_fits(p.q, p.B, p.T, p.H) && kda::tma_fits(p.k, p.B, p.T, p.H) && kda::tma_fits(p.v, p.B, p.T, p.HV) &&
            kda::tma_fits(p.o, p.B, p.T, p.HV) && kda::tma_fits(p.g, p.B, p.T, p.HV);
 }
 
 uint64_t kda_fwd_chunked_workspace(const DeltaParams &p) {
     const kda::Slabs slabs = kda::slabs(p);
-    const int64_t carry = slabs.length < slabs.longest ? p.N * p.HV * (kda::kD * kda::kD * 4) : 0;
-    return static_cast<uint64_t>(slabs.chunks * p.HV * static_cast<int64_t>(sizeof(kda::Operands)) + carry + 256);
+    const int64_t carry = slabs.length < slabs.all ? p.N * p.HV * (kda::kD * kda::kD * 4) : 0;
+    return static_cast<uint64_t>(slabs.length * p.HV * static_cast<int64_t>(sizeof(kda::Operands)) + carry + 256);
 }
 
 void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
@@ -71,8 +70,8 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 255);
     Operands *operands = reinterpret_cast<Operands *>(workspace);
-    float *carry = reinterpret_cast<float *>(operands + slabs.chunks * p.HV);
-    for (int64_t first = 0; first < slabs.longest; first += slabs.length) {
+    float *carry = reinterpret_cast<float *>(operands + slabs.length * p.HV);
+    for (int64_t first = 0; first < slabs.all; first += slabs.length) {
         const KernelParams params = {p,
                                      static_cast<float>(p.scale),
                                      static_cast<float>(p.lower_bound),
@@ -80,8 +79,8 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                                      static_cast<int>(slabs.length),
                                      operands,
                                      carry};
-        p.q.dtype == DType::BF16 ? launch_slab<__nv_bfloat16>(params, maps, slabs.chunks, multiprocessors)
-                                 : launch_slab<__half>(params, maps, slabs.chunks, multiprocessors);
+        p.q.dtype == DType::BF16 ? launch_slab<__nv_bfloat16>(params, maps, slabs.length, multiprocessors)
+                                 : launch_slab<__half>(params, maps, slabs.length, multiprocessors);
     }
 }
 

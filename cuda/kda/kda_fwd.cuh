@@ -4,14 +4,18 @@
 //
 // Two kernels: kda_fwd_prepare_kernel (prepare.cuh) makes the operands of every chunk, kda_fwd_scan_kernel carries the state
 // through them. The scan's grid: persistent CTAs over items (items.cuh), a sequence, a value head and 64 or 128 columns of V
-// each. Block: the state warpgroups (state.cuh), 64 columns each, and a warp that loads; they meet at one ring of mbarriers.
-// Registers per thread: 224 at 288 threads. Shared memory: 4 stages of 50 KB.
+// each. Block: the state warpgroups (state.cuh), 64 columns each, and one of which a warp loads; they meet at one ring of
+// mbarriers. Shared memory: 4 stages of 50 KB.
 #pragma once
 #include "common/launch.h"
 #include "prepare.cuh"
 #include "state.cuh"
 
 namespace linattn::cuda::kda {
+
+// With two state warpgroups the launch gives every thread 168 registers, shared out anew.
+constexpr int kLoadRegisters = 40, kStateRegisters = 232;
+static_assert(kLoadRegisters + 2 * kStateRegisters <= 3 * 168);
 
 template <int kGroups>
 __device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<kGroups> &smem) {
@@ -20,21 +24,20 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
     for (uint32_t round = 0;; round++) {
         const Item item = smem.plan.find(params.p, kD / 64 / kGroups, round);
         if (!item.exists) break;
-        const int chunks = slab_chunks_of(params, item.length);
-        if (item.read_row < 0 || chunks == 0) continue;
-        const int first = chunks_before(params, item.sequence);
-        for (int c = 0; c < chunks; c++, stage.advance()) {
+        if (item.read_row < 0) continue;
+        const SlabRange range(params, item.sequence, item.length);
+        for (int c = range.first; c < range.end; c++, stage.advance()) {
             smem.ring().wait_empty(stage);
             if (threadIdx.x % 32 == 0) {
                 const uint32_t full = smem.ring().full(stage.stage), v = ptx::shared_address(smem.v[stage.stage]);
                 ptx::mbarrier_arrive_expect_tx(full, sizeof(Operands) + sizeof(smem.v[0]));
                 ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage]),
-                                        operands_of(params, first + c, item.head), sizeof(Operands), full);
+                                        operands_of(params, range.slot + c - range.first, item.head), sizeof(Operands), full);
 #pragma unroll
                 for (int panel = 0; panel < kGroups; panel++)
                     ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
-                                                      64 * (kGroups * item.piece + panel), item.head,
-                                                      item.bos + (params.first_chunk + c) * kChunk, item.batch);
+                                                      64 * (kGroups * item.piece + panel), item.head, item.bos + c * kChunk,
+                                                      item.batch);
             }
             __syncwarp();
         }
@@ -42,18 +45,21 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
 }
 
 template <class T, int kGroups>
-__global__ void __launch_bounds__(128 * kGroups + 32, 1)
+__global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<kGroups> &smem = *reinterpret_cast<ScanSmem<kGroups> *>(smem_bytes);
     if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups);
-    smem.plan.make(params.p, kD / 64 / kGroups, 128 * kGroups + 32);
+    smem.plan.make(params.p, kD / 64 / kGroups, 128 * (kGroups + 1));
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (group < kGroups)
+    if (group < kGroups) {
+        if constexpr (kGroups == 2) ptx::setmaxnreg_inc<kStateRegisters>();
         state<T, kGroups>(params, smem, group);
-    else
-        load<kGroups>(params, maps, smem);
+    } else {
+        if constexpr (kGroups == 2) ptx::setmaxnreg_dec<kLoadRegisters>();
+        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<kGroups>(params, maps, smem);
+    }
 }
 
 template <class T, int kGroups>
@@ -61,7 +67,7 @@ void launch_scan(const KernelParams &params, const TensorMaps &maps, int multipr
     const int64_t items = params.p.N * params.p.HV * (kD / 64 / kGroups);
     LaunchConfig config;
     config.grid.x = items < multiprocessors ? items : multiprocessors;
-    config.block.x = 128 * kGroups + 32;
+    config.block.x = 128 * (kGroups + 1);
     config.smem_bytes = sizeof(ScanSmem<kGroups>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;  // starts while the last operands are being made

@@ -9,7 +9,7 @@ constexpr int kPitch = 36;
 struct Partial {
     float x[kChunk * kPitch];
     float kk[kChunk], qk[kChunk], qq[kChunk];  // of one token
-    float scale[4];                            // what all these are to be multiplied by, once
+    float scale[4];                            // what x is to be multiplied by, once
 };
 
 // A warp's scratch: operands of two levels of the tree, 16 channels; two blocks of 16 tokens each. See tree.cuh.

@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(128, 3)
     ptx::griddepcontrol_launch_dependents();
     const int HV = static_cast<int>(p.HV), index = static_cast<int>(blockIdx.x) / HV, head = static_cast<int>(blockIdx.x) % HV;
     int sequence, within, bos, length;
-    if (!find_chunk(params, index, sequence, within)) return;
+    if (!find_chunk(params, params.first_chunk + index, sequence, within)) return;
     if (read_row(p, sequence) < 0) return;  // padding
     sequence_range(p, sequence, bos, length);
-    const int at = (params.first_chunk + within) * kChunk, rows = length - at < kChunk ? length - at : kChunk;
+    const int at = within * kChunk, rows = length - at < kChunk ? length - at : kChunk;
     const int token = bos + at, batch = p.cu_seqlens ? 0 : sequence;
     const uint32_t landed = ptx::shared_address(&smem.landed), k = ptx::shared_address(smem.k);
     if (threadIdx.x == 0) {
@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(128, 3)
         clear_rows(k + Tile::kBytes, rows, thread);
         __syncthreads();
     }
-    const float back = to_f16<T>(k, w);
+    const float scale = f16_scale<T>(k, w);
     Partial &partial = smem.partial[w];
-    if (lane == 0) partial.scale[0] = back * back;
-    __syncwarp();
-    same_token(k, w, p.qk_l2norm, partial);
+    if (lane == 0) partial.scale[0] = power_of_2_inverse(scale) * power_of_2_inverse(scale);
+    same_token<T>(k, w, p.qk_l2norm, partial);
+    float top[2][2][4] = {};
 #pragma unroll 1
     for (int step = 0; step < 2; step++) {
         float a[16];
@@ -93,9 +93,10 @@ __global__ void __launch_bounds__(128, 3)
 #pragma unroll
             for (int i = 0; i < 16; i++) a[i] = (lane & ~3) + i / 4 < rows ? a[i] : 1.0f;
         }
-        k_step<T>(a, back, k, ptx::shared_address(smem.scratch) + w * kScratchBytes, w, step, to.k_start, smem.factors,
+        k_step<T>(a, top, scale, k, ptx::shared_address(smem.scratch) + w * kScratchBytes, w, step, to.k_start, smem.factors,
                   partial);
     }
+    store_top_level(top, partial);
     __syncthreads();
     if (w == 3) token_factors(params, smem.partial, smem.factors, lane, rows, beta);
     __syncthreads();

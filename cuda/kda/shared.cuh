@@ -34,8 +34,8 @@ struct alignas(1024) Operands {
     Factors factors;
 };
 
-// Sequences are computed in slabs of chunks, so that the workspace stays bounded: slab_chunks chunks of each sequence from
-// first_chunk on. The workspace has one Operands for each chunk (in the order of the sequences) and value head.
+// A call is computed in slabs of chunks, so that the workspace stays bounded: slab_chunks of them, counted through the sequences,
+// from first_chunk on. The workspace has one Operands for each chunk of a slab and value head.
 struct KernelParams {
     DeltaParams p;
     float scale, lower_bound;  // of p, in float

@@ -17,14 +17,11 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, Partia
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-        const float scale = s_partial[w].scale[0];
-        kk = fmaf(scale, s_partial[w].kk[token], kk), qk = fmaf(scale, s_partial[w].qk[token], qk);
-    }
+    for (int w = 0; w < 4; w++) kk += s_partial[w].kk[token], qk += s_partial[w].qk[token];
     float norm_k = 1.0f, norm_q = 1.0f;
     if (p.qk_l2norm) {
 #pragma unroll
-        for (int w = 0; w < 4; w++) qq = fmaf(s_partial[w].scale[0], s_partial[w].qq[token], qq);
+        for (int w = 0; w < 4; w++) qq += s_partial[w].qq[token];
         norm_k = rsqrtf(kk + 1e-6f), norm_q = rsqrtf(qq + 1e-6f);
     }
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);

@@ -3,9 +3,9 @@
 //   X = V - |k|^-1 K~ S;  U = beta |k|^-1 X + T^ X;  O = scale |q|^-1 Q~ S + A U;  S = gamma S + K^T U
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
-// Groups in issue order, per chunk:
-//   pack S -> [K~ S] -> [Q~ S]; V fragments; wait 1; X -> [T^ X]; S *= gamma; wait 1; O *= scale; wait 0;
-//   U -> [A U] -> [K^ U], three products; wait 3; O through shared memory, where V was, to global memory; wait 0
+// What the next chunk waits for, S, comes first; O is put together beside it. Groups in issue order, per chunk:
+//   pack S -> [K~ S]; O of the chunk before to global memory, V fragments; wait 0; X -> [T^ X]; [Q~ S]; S *= gamma; wait 1;
+//   U -> [K^ U], three products; [A U]; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 #pragma once
 #include <cstddef>
@@ -36,6 +36,12 @@ struct StateLoop {
     int group;  // which 64 columns of the CTA's
     RingState<kStages> stage;
 
+    // O of the chunk before, not stored yet: that happens while the next chunk's first product runs.
+    // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
+    uint32_t packed[2][4];
+    int pending = -1;  // its first token; -1: none
+    RingState<kStages> pending_stage;
+
     // The chunk of `item` from token `at` on.
     __device__ __forceinline__ void chunk(float (&s)[64], const KernelParams &params, const Item &item, int at) {
         uint32_t fs[8][4];
@@ -43,33 +49,35 @@ struct StateLoop {
         smem.ring().wait_full(stage);
         const int first = smem.operands[stage.stage].factors.first_precise;
         if (__any_sync(~0u, first < kChunk))
-            run<true>(s, fs, params, item, at, first);
+            run<true>(s, fs, params.p, item, at, first);
         else
-            run<false>(s, fs, params, item, at, kChunk);
+            run<false>(s, fs, params.p, item, at, kChunk);
+        pending = at, pending_stage = stage;
         stage.advance();
+    }
+
+    __device__ __forceinline__ void flush(const DeltaParams &p, const Item &item) {
+        if (pending < 0) return;
+        store(p, item);
+        pending = -1;
     }
 
     // kPrecise: tokens from `first` on take the second terms too. Those before it get the same bits either way, so that they do
     // not depend on later tokens.
     template <bool kPrecise>
-    __device__ __forceinline__ void run(float (&s)[64], uint32_t (&fs)[8][4], const KernelParams &params, const Item &item,
-                                        int at, int first) {
-        const int lane = opaque_lane(), w = threadIdx.x / 32 % 4, pair = 2 * (lane & 3);
-        const uint32_t panel = ptx::shared_address(smem.v[stage.stage]) + group * Tile::kPanelStrideBytes;
-        // 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in the order of a
-        // fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-        const uint32_t v = panel + ((lane & 7) + (lane & 16) / 2) * 128 + ((w * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
+    __device__ __forceinline__ void run(float (&s)[64], uint32_t (&fs)[8][4], const DeltaParams &p, const Item &item, int at,
+                                        int first) {
+        const int lane = opaque_lane(), pair = 2 * (lane & 3);
         const Operands &from = smem.operands[stage.stage];
         const uint32_t k_start = ptx::shared_address(from.k_start);
         const uint32_t factors = ptx::shared_address(from.factors.norm_k) + 4 * pair;
-        float x[16], o[16], z[16];
+        float x[16], o[16], y[16], z[16];
         ptx::register_fence(x), register_fence(fs);
         issue<T, ptx::Major::K, Tile>(x, fs, Tile::k_major_low(k_start, 0, 0), false);
-        ptx::register_fence(o);
-        issue<T, ptx::Major::K, Tile>(o, fs, Tile::k_major_low(k_start + Tile::kBytes, 0, 0), false);
+        flush(p, item);
         uint32_t fv[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; i++) ptx::ldmatrix_x4_trans(fv[i], v + i * 2048);
+        for (int i = 0; i < 2; i++) ptx::ldmatrix_x4_trans(fv[i], values(stage.stage, lane) + i * 2048);
         if (item.length - at < kChunk) {  // rows past the end are another sequence's
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -78,7 +86,7 @@ struct StateLoop {
                 f = left >= 2 ? f : left == 1 ? f & 0xffffu : 0;
             }
         }
-        ptx::wgmma_wait_group<kPrecise ? 0 : 1>();
+        ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         uint32_t fx[2][4], low[2][4];
 #pragma unroll
@@ -86,9 +94,9 @@ struct StateLoop {
             const float2 norm = ptx::ld_shared_v2_f32(factors + 32 * j);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float2 y = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
                 float &x0 = x[4 * j + 2 * r], &x1 = x[4 * j + 2 * r + 1];
-                x0 = fmaf(-norm.x, x0, y.x), x1 = fmaf(-norm.y, x1, y.y);
+                x0 = fmaf(-norm.x, x0, v.x), x1 = fmaf(-norm.y, x1, v.y);
             }
         }
         pack<T>(fx, x);
@@ -98,38 +106,49 @@ struct StateLoop {
         ptx::register_fence(x), register_fence(fx);
         issue<T, ptx::Major::K, Square>(x, fx, t, true);
         if constexpr (kPrecise) add_second_terms(z, fx, low, t);
+        ptx::register_fence(o), register_fence(fs);
+        issue<T, ptx::Major::K, Tile>(o, fs, Tile::k_major_low(k_start + Tile::kBytes, 0, 0), false);
         const uint32_t gamma = ptx::shared_address(from.factors.gamma) + 4 * pair;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
             const float2 f = ptx::ld_shared_v2_f32(gamma + 32 * j);
             s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
         }
-        if constexpr (!kPrecise) ptx::wgmma_wait_group<1>();
-        ptx::register_fence(o);
-        scale_columns(o, factors + offsetof(Factors, scale_q) - offsetof(Factors, norm_k));
-        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
         if constexpr (kPrecise) select(x, z, first, pair);
         pack<T>(fx, x);  // U
         second_terms<T>(low, x, fx);
         const uint32_t a = Square::k_major_low(ptx::shared_address(from.a), 0, 0);
         const uint32_t k_end = Tile::mn_major_low(k_start + 2 * Tile::kBytes, 0, 0);
-        ptx::register_fence(o), register_fence(fx);
-        issue<T, ptx::Major::K, Square>(o, fx, a, true);
-        if constexpr (kPrecise) add_second_terms(z, fx, low, a);
-        ptx::register_fence(s);
+        ptx::register_fence(s), register_fence(fx), register_fence(low);
         issue<T, ptx::Major::MN, Tile>(s, fx, k_end, true);
-        register_fence(low);
         issue<T, ptx::Major::MN, Tile>(s, low, k_end, true);
         issue<T, ptx::Major::MN, Tile>(s, fx, k_end + (Tile::kBytes >> 4), true);
-        ptx::wgmma_wait_group<kPrecise ? 0 : 3>();
-        ptx::register_fence(o);
-        if constexpr (kPrecise) select(o, z, first, pair);
-        store(o, v, panel, params.p, item, at);
+        ptx::register_fence(y);
+        issue<T, ptx::Major::K, Square>(y, fx, a, false);
+        if constexpr (kPrecise) add_second_terms(z, fx, low, a);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(s);
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(smem.ring().empty(stage.stage));
+        ptx::register_fence(s), ptx::register_fence(o), ptx::register_fence(y);
+        if constexpr (kPrecise) select(y, z, first, pair);
+        const uint32_t scale = factors + offsetof(Factors, scale_q) - offsetof(Factors, norm_k);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 f = ptx::ld_shared_v2_f32(scale + 32 * j);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; i++) y[i] = fmaf(i % 2 == 0 ? f.x : f.y, o[i], y[i]);
+        }
+        pack<T>(packed, y);
+    }
+
+    // Lane address of 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in the
+    // order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    __device__ __forceinline__ uint32_t values(int at, int lane) const {
+        const int w = threadIdx.x / 32 % 4;
+        return panel(at) + ((lane & 7) + (lane & 16) / 2) * 128 + ((w * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
+    }
+    __device__ __forceinline__ uint32_t panel(int at) const {
+        return ptx::shared_address(smem.v[at]) + group * Tile::kPanelStrideBytes;
     }
 
     // Accumulators times a factor for each token.
@@ -156,29 +175,25 @@ struct StateLoop {
         for (int i = 0; i < 16; i++) x[i] += 8 * (i / 4) + pair + i % 2 >= first ? z[i] : 0.0f;
     }
 
-    // O through shared memory, where V was, to global memory: two lanes a row, whole sectors of 32 bytes.
-    __device__ __forceinline__ void store(const float (&o)[16], uint32_t v, uint32_t panel, const DeltaParams &p,
-                                          const Item &item, int at) {
+    // O through shared memory, where V was, to global memory: two lanes a row, whole sectors of 32 bytes. Gives the stage back.
+    __device__ __forceinline__ void store(const DeltaParams &p, const Item &item) {
         const int lane = opaque_lane(), w = threadIdx.x / 32 % 4;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t r[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) r[j] = ptx::cvt_rn_x2<T>(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]);
-            ptx::stmatrix_x4_trans(v + i * 2048, r);
-        }
+        for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(values(pending_stage.stage, lane) + i * 2048, packed[i]);
         const int64_t stride = p.o.stride[1];
-        uint16_t *g_o = reinterpret_cast<uint16_t *>(p.o.data) + item.batch * p.o.stride[0] + (item.bos + at) * stride +
+        uint16_t *g_o = reinterpret_cast<uint16_t *>(p.o.data) + item.batch * p.o.stride[0] + (item.bos + pending) * stride +
                         item.head * p.o.stride[2] + 64 * (kGroups * item.piece + group) + 16 * w;
-        const int rows = item.length - at;
+        const int rows = item.length - pending;
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = 16 * i + lane / 2, unit = lane % 2;
-            const uint4 y = ptx::ld_shared_v4_u32(panel + row * 128 + ((w * 2 + unit) ^ (row & 7)) * 16);
-            if (row < rows) *reinterpret_cast<uint4 *>(g_o + row * stride + 8 * unit) = y;
+            const uint4 v = ptx::ld_shared_v4_u32(panel(pending_stage.stage) + row * 128 + ((w * 2 + unit) ^ (row & 7)) * 16);
+            if (row < rows) *reinterpret_cast<uint4 *>(g_o + row * stride + 8 * unit) = v;
         }
         ptx::fence_proxy_async_shared_cta();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(smem.ring().empty(pending_stage.stage));
     }
 };
 
@@ -203,7 +218,7 @@ template <class T, int kGroups>
 __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGroups> &smem, int group) {
     const DeltaParams &p = params.p;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
-    StateLoop<T, kGroups> loop{smem, group, {}};
+    StateLoop<T, kGroups> loop{smem, group, {}, {}, -1, {}};
     float s[64];
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
@@ -211,15 +226,16 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         item = smem.plan.find(p, kD / 64 / kGroups, round);
         __syncwarp();
         if (!item.exists) break;
-        const bool from_start = params.first_chunk == 0;
         if (item.read_row < 0) {
-            if (from_start && item.piece == 0) clear_output(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
+            if (params.first_chunk == 0 && item.piece == 0)
+                clear_output(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
             continue;
         }
-        const int chunks = slab_chunks_of(params, item.length), end = params.first_chunk + params.slab_chunks;
-        if (chunks == 0 && !from_start) continue;
+        const SlabRange range(params, item.sequence, item.length);
+        // Empty sequences hand their states on in the first slab.
+        if (range.first >= range.end && !(item.length == 0 && params.first_chunk == 0)) continue;
         const int v = 64 * (kGroups * item.piece + group) + 16 * warp + lane / 4, k = 2 * (lane % 4);
-        if (!from_start) {
+        if (range.first > 0) {
             load_state(s, carried(params), item.sequence, item.head, v, k);
         } else if (p.state_in) {
             load_state(s, p.state_in, item.read_row, item.head, v, k);
@@ -227,15 +243,16 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
 #pragma unroll
             for (int i = 0; i < 64; i++) s[i] = 0.0f;
         }
-        for (int c = 0; c < chunks; c++) {
-            const int at = (params.first_chunk + c) * kChunk, every = static_cast<int>(p.checkpoint_every);
+        for (int c = range.first; c < range.end; c++) {
+            const int at = c * kChunk, every = static_cast<int>(p.checkpoint_every);
             loop.chunk(s, params, item, at);
             if (every && at + kChunk <= item.length && (at + kChunk) % every == 0) {
                 const int64_t to = checkpoint_row(p, item.sequence, (at + kChunk) / every - 1);
                 if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
             }
         }
-        if (chunks_of(item.length) > end) {
+        loop.flush(p, item);
+        if (range.end < chunks_of(item.length)) {
             store_state(s, carried(params), item.sequence, item.head, v, k);
         } else if (p.state_out) {
             const int to = pool_row(p.write_indices, item.sequence, p.F);

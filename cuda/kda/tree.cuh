@@ -6,8 +6,8 @@
 // binary tree, s in the lower half of a node of 2 h tokens, t in the upper one. The product up to the boundary goes to k_s, that
 // from it on to k_t and q_t; both are at most 1. Each level h = 16, 8, 4, 2, 1 is one set of operands.
 //
-// Operands are fp16, for bf16 inputs too: K and Q are brought to fp16 in their tiles, exactly but for what is below 2^-27 of the
-// largest of the warp's numbers, with a power of 2 that the sums take back. In bf16 a k times 0.999 would be k again, for all
+// Operands are fp16, for bf16 inputs too: K and Q are brought to fp16, exactly but for what is below 2^-27 of the largest of the
+// warp's numbers, with a power of 2 that the sums take back. In bf16 a k times 0.999 would be k again, for all
 // channels alike, and the sums over U, which cancel where keys are alike, would keep that 0.001.
 //
 // Lane = four tokens (group: lane / 4) of four neighbouring channels (quad: lane % 4), so that a warp has 16 channels, one k-step of
@@ -82,9 +82,9 @@ __device__ __forceinline__ void widen(float (&x)[16], const Words (&v)[4]) {
     }
 }
 
-// The warp's words of K and Q to fp16, in place; returns what their products are to be multiplied by, once for each factor.
+// A power of 2 that brings the largest of the warp's numbers in K and Q to 2^13 .. 2^14, for bf16; fp16 stays as it is.
 template <class T>
-__device__ __forceinline__ float to_f16(uint32_t k, int w) {
+__device__ __forceinline__ float f16_scale(uint32_t k, int w) {
     if constexpr (!ptx::kIsBf16<T>) return 1.0f;
     const Lanes at;
     uint32_t most = 0;
@@ -99,23 +99,17 @@ __device__ __forceinline__ float to_f16(uint32_t k, int w) {
             most = __vmaxu2(most, __vmaxu2(x[i].x & 0x7fff7fffu, x[i].y & 0x7fff7fffu));
     }
     most = most >> 16 > (most & 0xffff) ? most >> 16 : most & 0xffff;
-    most = __reduce_max_sync(~0u, most) >> 7;
-    most = most < 80 ? 80 : most > 200 ? 200 : most;  // exponent; the largest number goes to 2^13 .. 2^14
-    const float scale = __uint_as_float((267 - most) << 23), back = __uint_as_float((most - 13) << 23);
-#pragma unroll 1
-    for (int step = 0; step < 2; step++) {
-        const uint32_t raw = k + at.raw(w, step);
-        Words x[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = load_words(Lanes::token(raw, i % 4, i / 4));
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float2 a = unpack(T(), x[i].x), b = unpack(T(), x[i].y);
-            store_words(Lanes::token(raw, i % 4, i / 4),
-                        {ptx::cvt_rn_f16x2(a.x * scale, a.y * scale), ptx::cvt_rn_f16x2(b.x * scale, b.y * scale)});
-        }
-    }
-    return back;
+    most = __reduce_max_sync(~0u, most) >> 7;  // exponent
+    most = most < 80 ? 80 : most > 200 ? 200 : most;
+    return __uint_as_float((267 - most) << 23);
+}
+__device__ __forceinline__ float power_of_2_inverse(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
+
+template <class T>
+__device__ __forceinline__ Words to_f16(const Words &x, float scale) {
+    if constexpr (!ptx::kIsBf16<T>) return x;
+    const float2 a = unpack(T(), x.x), b = unpack(T(), x.y);
+    return {ptx::cvt_rn_f16x2(a.x * scale, a.y * scale), ptx::cvt_rn_f16x2(b.x * scale, b.y * scale)};
 }
 
 // Gate inputs of four tokens of four neighbouring channels, x[4 i + c].
@@ -200,27 +194,25 @@ __device__ __forceinline__ void add_level(uint32_t scratch, int lane, Partial &p
     }
 }
 
-// Level 16, from scratch.
-__device__ __forceinline__ void add_top_level(uint32_t scratch, int lane, Partial &partial, bool first) {
+// Level 16, from scratch: d[m][j] of k (m = 0) or q, columns 8 j ...
+__device__ __forceinline__ void add_top_level(uint32_t scratch, int lane, float (&d)[2][2][4]) {
     uint32_t a[2][4], b[4];
 #pragma unroll
     for (int m = 0; m < 2; m++) ptx::ldmatrix_x4(a[m], fragment_a(scratch + row_offset(16 * m), lane));
     ptx::ldmatrix_x4(b, fragment_b(scratch + kLowRowsTop, row_offset(8), lane));
-    const int g = lane >> 2, n = 2 * (lane & 3);
-    // Of the tiles of k and q the upper halves, then the lower ones: what load_sums takes.
-    float d[2][2][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) load_sums(d[i / 2][i % 2], partial, 16 + g + i / 2 * 8, n + i % 2 * 8, first);
+    for (int i = 0; i < 4; i++) ptx::mma_m16n8k16<__half>(d[i / 2][i % 2], a[i / 2], b[2 * (i % 2)], b[2 * (i % 2) + 1]);
+}
+
+__device__ __forceinline__ void store_top_level(const float (&d)[2][2][4], Partial &partial) {
+    const int lane = opaque_lane(), g = lane >> 2, n = 2 * (lane & 3);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        float k[4] = {d[0][j][0], d[0][j][1], d[1][j][0], d[1][j][1]}, q[4] = {d[0][j][2], d[0][j][3], d[1][j][2], d[1][j][3]};
-        ptx::mma_m16n8k16<__half>(k, a[0], b[2 * j], b[2 * j + 1]);
-        ptx::mma_m16n8k16<__half>(q, a[1], b[2 * j], b[2 * j + 1]);
-        d[0][j][0] = k[0], d[0][j][1] = k[1], d[1][j][0] = k[2], d[1][j][1] = k[3];
-        d[0][j][2] = q[0], d[0][j][3] = q[1], d[1][j][2] = q[2], d[1][j][3] = q[3];
-    }
+    for (int j = 0; j < 2; j++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) store_sums(d[i / 2][i % 2], partial, 16 + g + i / 2 * 8, n + i % 2 * 8);
+        for (int r = 0; r < 2; r++) {
+            const float sums[4] = {d[0][j][2 * r], d[0][j][2 * r + 1], d[1][j][2 * r], d[1][j][2 * r + 1]};
+            store_sums(sums, partial, 16 + g + 8 * r, n + 8 * j);
+        }
 }
 
 // Where the lane's token i goes in scratch at levels 1 and 2, and the channels' place in the row.
@@ -230,14 +222,16 @@ __device__ __forceinline__ uint32_t lane_row(uint32_t first, int row, int quad) 
 
 // One k-step: all levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
 template <class T>
-__device__ __forceinline__ void k_step(const float (&a)[16], float back, uint32_t tiles, uint32_t scratch, int w, int step,
-                                       uint8_t *g_out, Factors &factors, Partial &partial) {
+__device__ __forceinline__ void k_step(const float (&a)[16], float (&top)[2][2][4], float scale, uint32_t tiles,
+                                       uint32_t scratch, int w, int step, uint8_t *g_out, Factors &factors, Partial &partial) {
     const Lanes at;
     const int G = at.group, in_block = G & 3;
     const uint32_t raw = tiles + at.raw(w, step), block = scratch + G / 4 * kBlockBytes;
     Words k[4], q[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) k[i] = load_words(Lanes::token(raw, i)), q[i] = load_words(Lanes::token(raw, i, 1));
+#pragma unroll
+    for (int i = 0; i < 4; i++) k[i] = to_f16<T>(k[i], scale), q[i] = to_f16<T>(q[i], scale);
     float kk[16], qq[16];
     widen(kk, k), widen(qq, q);
     __syncwarp();
@@ -311,11 +305,12 @@ __device__ __forceinline__ void k_step(const float (&a)[16], float back, uint32_
         }
     }
     __syncwarp();
-    add_top_level(scratch, at.lane, partial, step == 0);
+    add_top_level(scratch, at.lane, top);
     if (G == 0)
         *reinterpret_cast<float4 *>(&factors.gamma[32 * w + 16 * step + 4 * at.quad]) =
             make_float4(total[0], total[1], total[2], total[3]);
     const uint32_t out = at.raw(w, step);
+    const float back = power_of_2_inverse(scale);
     const auto put = [&](int i, int number, uint32_t x, uint32_t y) {
         *reinterpret_cast<uint2 *>(g_out + Lanes::token(out, i, number)) = make_uint2(x, y);
     };
@@ -340,6 +335,7 @@ __device__ __forceinline__ void k_step(const float (&a)[16], float back, uint32_
 }
 
 // q_t k_t, and the squares for l2norm. w: warp.
+template <class T>
 __device__ __forceinline__ void same_token(uint32_t k, int w, bool norms, Partial &partial) {
     const int lane = opaque_lane(), g = lane >> 2, m = lane >> 3;
     const uint32_t panel = w / 2 * Tile::kPanelStrideBytes + (lane & 7) * 128;
@@ -354,13 +350,13 @@ __device__ __forceinline__ void same_token(uint32_t k, int w, bool norms, Partia
         ptx::ldmatrix_x4(x, rows + at);
         ptx::ldmatrix_x4(y, (rows ^ 32) + at);
         ptx::ldmatrix_x4(b, k + columns + at);
-        ptx::mma_m16n8k16<__half>(d, x, b[0], b[1]);
+        ptx::mma_m16n8k16<T>(d, x, b[0], b[1]);
         if (norms) {
             ptx::ldmatrix_x4(c, k + Tile::kBytes + columns + at);
-            ptx::mma_m16n8k16<__half>(e, x, c[0], c[1]);
-            ptx::mma_m16n8k16<__half>(e, y, c[2], c[3]);
+            ptx::mma_m16n8k16<T>(e, x, c[0], c[1]);
+            ptx::mma_m16n8k16<T>(e, y, c[2], c[3]);
         }
-        ptx::mma_m16n8k16<__half>(d, y, b[2], b[3]);
+        ptx::mma_m16n8k16<T>(d, y, b[2], b[3]);
         if (diagonal) {
             partial.kk[8 * block + g] = g & 1 ? d[1] : d[0];
             partial.qk[8 * block + g] = g & 1 ? d[3] : d[2];
