@@ -135,8 +135,9 @@ __device__ void move_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
             __syncwarp();
         }
     }
-    if (!C::kBulkStore || lane != 0) return;
-    for (int number = count < C::kStages ? 0 : count - C::kStages; number < count; ++number) empty(number);
+    if constexpr (C::kBulkStore)
+        if (lane == 0)
+            for (int number = count < C::kStages ? 0 : count - C::kStages; number < count; ++number) empty(number);
 }
 
 // Decode: the tokens of a group's tiles, one after the other, in turn by the kJobs groups of kLanes lanes of a warp: with one
