@@ -191,7 +191,7 @@ def test_prefill_then_decode_is_a_longer_prefill(device, family, T):
     last = {n: Input(inputs[n].values[:, T:], inputs[n].dtype) for n in token}
     one = Case(family, (1,), 2, 4, 64, 64, case.dtype, packed=False, options=FULL)
     done = decode(device, one, last | rest | {"state": Input(before.final_state, "f32")})
-    check_outputs(done.values("o"), whole.o[:, T:], case.dtype, [(0, 0, 1)])
+    check_outputs(done.values("o"), whole.o[:, T:], case.dtype, [(0, 0, 1)], path=whole.path)
     check_states(done.values("state"), whole.final_state, "f32", whole.path)
 
 

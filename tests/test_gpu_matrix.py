@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 import pytest
@@ -145,6 +146,9 @@ def test_two_threads_two_streams_two_inputs(op):
     check(not faults, str(faults))
 
 
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="the device's free memory is everybody's"
+)
 def test_ten_thousand_calls_keep_memory_flat():
     import resource
 

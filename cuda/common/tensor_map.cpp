@@ -91,9 +91,20 @@ CUtensorMap make_tensor_map(const char *name, const void *data, DType dtype, std
 
     static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
     CUtensorMap map;
-    const CUresult code =
-        encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void *>(data), sizes, strides, boxes, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto encoded = [&] {
+        return encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void *>(data), sizes, strides, boxes, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult code = encoded();
+    if (code == CUDA_ERROR_INVALID_CONTEXT) {
+        // The driver's own functions want what the runtime's bring themselves: the device's context, current to this thread. A
+        // thread that has made no other CUDA call has none yet.
+        int device = 0;
+        check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+        check_cuda(cudaSetDevice(device), "cudaSetDevice");
+        code = encoded();
+    }
     if (code != CUDA_SUCCESS)
         fail(Status::Runtime, "%s: cuTensorMapEncodeTiled refused a map of %d axes with error %d.", name, rank,
              static_cast<int>(code));
