@@ -44,18 +44,6 @@ def same_bits(a, b):
     return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
 
 
-def capture(function):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
 def random_inputs(family, B, T, H, HV, D, generator):
     """Large inputs, made on the GPU."""
     options = dict(device=CUDA, generator=generator)
