@@ -256,7 +256,8 @@ __global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_c
                 const int64_t at = (loader.row(t) * p.HV + item.head) * C::D + item.v_cta + lane.own();
                 (C::kReverse ? call.w.du : call.w.e)[at] = own;
                 if constexpr (C::kReverse)
-                    store_float(p.dv, element(p.dv, item.batch, item.bos + t, item.head, item.v_cta + lane.own()), x.beta * own);
+                    store_float(p.dv, element(p.dv, item.batch, item.bos + t, item.head, item.v_cta + lane.own()),
+                                x.beta * own);
             }
         }
         const Tensor &end = !C::kMap ? p.d_initial_state : of_values ? call.added : call.transition;

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kMergeRows) segment_merge_kernel(const __grid_
         __syncthreads();
         if (row < K)
             for (int c = 0; c < kMergeColumns; ++c)
-                smem.S[0][row][c] = p.initial_state ? load_float(p.initial_state, at_state(p.initial_state, row, first + c)) : 0.0f;
+                smem.S[0][row][c] =
+                    p.initial_state ? load_float(p.initial_state, at_state(p.initial_state, row, first + c)) : 0.0f;
         for (int64_t step = 0; step < p.R; ++step) {
             const int64_t r = p.backward ? p.R - 1 - step : step;
             const auto &S = smem.S[step % 2];

@@ -54,9 +54,7 @@ inline int __reduce_max_sync(unsigned, int v) {
         return r;
     });
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
-    return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
-}
+inline unsigned __vmaxu2(unsigned a, unsigned b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
     return emu_all((int)v, [] {
         unsigned r = 0;
@@ -400,8 +398,9 @@ float element(uint64_t desc, Major major, int mn, int k) {
              stride = (high & 0x3fff) << 4;
     uint32_t width = high >> 30 == 1 ? 128 : high >> 30 == 2 ? 64 : 0;
     if (!width || start % 16) abort();
-    uint32_t a = major == Major::K ? start + (mn / 8) * stride + (mn % 8) * width + 2 * k
-                                   : start + (mn / (width / 2)) * lead + (k / 8) * stride + (k % 8) * width + (mn % (width / 2)) * 2;
+    uint32_t a = major == Major::K
+                     ? start + (mn / 8) * stride + (mn % 8) * width + 2 * k
+                     : start + (mn / (width / 2)) * lead + (k / 8) * stride + (k % 8) * width + (mn % (width / 2)) * 2;
     a ^= ((a >> 7) & (width / 16 - 1)) << 4;
     uint16_t x;
     memcpy(&x, at(a), 2);

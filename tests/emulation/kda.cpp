@@ -90,10 +90,10 @@ void run(const Case &c) {
     for (size_t i = 0; i < o.size(); i++) o.set(i, NAN);
     for (size_t i = 0; i < hf.size(); i++) hf.set(i, NAN);
     for (size_t i = 0; i < g.size(); i++)
-        g.set(i, (int64_t)i >= end * HV * D                ? NAN
-                 : c.gate != Gate::None                    ? 2 * rnd()
-                 : c.resets && i % 7 < 3                   ? (i % 2 ? -INFINITY : -1000)
-                                                           : -c.gs * uni());
+        g.set(i, (int64_t)i >= end * HV * D ? NAN
+                 : c.gate != Gate::None     ? 2 * rnd()
+                 : c.resets && i % 7 < 3    ? (i % 2 ? -INFINITY : -1000)
+                                            : -c.gs * uni());
     for (size_t i = 0; i < beta.size(); i++) {
         const float r = c.form == BetaForm::Weight ? uni() : rnd();
         beta.set(i, (int64_t)i >= end * HV ? NAN : c.beta >= 0 ? c.beta : r);
@@ -189,8 +189,7 @@ void run(const Case &c) {
                     if (x != x) x = 9e9;
                     se += (x - oo[e]) * (x - oo[e]), sn += oo[e] * oo[e];
                 }
-                if (c.ckpt && (t + 1) % c.ckpt == 0)
-                    ec = std::max(ec, compare(ck, (row + (t + 1) / c.ckpt - 1) * ss[0]));
+                if (c.ckpt && (t + 1) % c.ckpt == 0) ec = std::max(ec, compare(ck, (row + (t + 1) / c.ckpt - 1) * ss[0]));
             }
             if (len) eo = std::max(eo, std::sqrt(se / sn));
             es = std::max(es, compare(hf, rn * ss[0]));
@@ -200,7 +199,11 @@ void run(const Case &c) {
     for (int64_t i = end * HV * D; i < BT * HV * D; i++) tail += o[i] != 0;
     const bool bf = c.type == DType::BF16, ok = eo < (bf ? 5e-3 : 3e-3) && es < 3e-3 && ec < 3e-3 && !tail;
     bad += !ok && !c.known;
-    printf("%s %-24s o %.2e state %.2e checkpoints %.2e tail %d\n", ok ? "ok " : c.known ? "known" : "BAD", c.name.c_str(), eo, es, ec, tail);
+    printf("%s %-24s o %.2e state %.2e checkpoints %.2e tail %d\n",
+           ok        ? "ok "
+           : c.known ? "known"
+                     : "BAD",
+           c.name.c_str(), eo, es, ec, tail);
     fflush(stdout);
 }
 int main(int argc, char **argv) {
@@ -234,7 +237,26 @@ int main(int argc, char **argv) {
         {"near keys .9997", {200}, 1, 1, bf, f, false, false, false, 1e-3, none, weight, false, Near, .9997},
         {"near keys beta 2", {200}, 1, 1, bf, f, false, false, false, 0, none, weight, false, Near, 2},
         {"one key beta 2", {200}, 1, 1, bf, f, false, false, false, 1e-3, none, weight, false, One, 2, 132, 0, 0, false, true},
-        {"one key beta 2 fp16", {200}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, One, 2, 132, 0, 0, false, true},
+        {"one key beta 2 fp16",
+         {200},
+         1,
+         1,
+         h,
+         f,
+         false,
+         false,
+         false,
+         1e-3,
+         none,
+         weight,
+         false,
+         One,
+         2,
+         132,
+         0,
+         0,
+         false,
+         true},
         {"near keys beta 2 fp16", {200}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, Near, 2},
         {"uneven rows", {96}, 1, 1, bf, f, true, true, false, 1, none, weight, false, Uneven},
         {"one key fp16", {130}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, One, .9997},
