@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
+import shutil
+import subprocess
 import threading
 
+import header
 import pytest
 from cases import Case
 from gpu_tools import CUDA, same_bits, tensors
 from harness import POSITIONAL, check
 
 import pylinattn
+from pylinattn._lib import library_path
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -144,6 +149,25 @@ def test_two_threads_two_streams_two_inputs(op):
     for thread in threads:
         thread.join()
     check(not faults, str(faults))
+
+
+EXAMPLE = header.REPOSITORY / "examples" / "gpu" / "c_gpu_example.c"
+
+
+@pytest.mark.skipif(not EXAMPLE.exists(), reason="no source tree beside the tests")
+def test_c_program(gpu, tmp_path):
+    """From C99 on a stream of its own: the numbers of the CPU."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    toolkit = pathlib.Path(nvcc).resolve().parent.parent
+    if not (toolkit / "include" / "cuda_runtime_api.h").exists() or not shutil.which("cc"):
+        pytest.skip("no CUDA headers or no C compiler")
+    program, library = tmp_path / "example", pathlib.Path(library_path)
+    build = ["cc", "-std=c99", "-O2", EXAMPLE, "-o", program, library]
+    build += [f"-I{header.REPOSITORY / 'cuda' / 'include'}", f"-isystem{toolkit / 'include'}"]
+    build += [f"-L{toolkit / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-lm"]
+    subprocess.run([*map(str, build), f"-Wl,-rpath,{library.parent}"], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    check(done.returncode == 0 and "cuda/" in done.stdout, done.stdout + done.stderr)
 
 
 @pytest.mark.skipif(
