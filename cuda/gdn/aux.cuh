@@ -13,7 +13,8 @@
 // Decays of block row w against column blocks before it are products 2^(G_i - G_ref) 2^(G_ref - G_j), ref its first token, both
 // <= 1; only the diagonal block takes exponentials here. Blocks above the diagonal are cleared once and never written.
 //
-// l2norm: q and k stay as they are, 1/|q| and 1/|k| go into the row and column factors, so nothing is rounded once more.
+// l2norm: q and k stay as they are. The diagonal of K K^T holds |k_i|^2; 1/|k| goes into row and column factors, 1/|q| into O in
+// the state loop, so nothing is rounded once more.
 //
 // The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
@@ -28,7 +29,8 @@
 
 namespace linattn::cuda::gdn {
 
-constexpr uint32_t kX10Barrier = 1;  // named barriers, one a group: block 10 of the inverse is in place; warps 0, 1 wait for 3
+// Named barriers, one a group: block 10 of the inverse is in place (warps 0, 1 wait for 3); the norms of k are in the table.
+constexpr uint32_t kX10Barrier = 1, kNormBarrier = 3;
 
 struct Lane {
     int lane, g, q;
@@ -87,27 +89,56 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     ptx::wgmma_commit_group();
 }
 
+// The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns. t: table at the warp's first row.
+template <int w>
+__device__ __forceinline__ void key_norms(const float (&d)[32], uint32_t t, int l) {
+    const Lane at(l);
+    const float *b = d + 8 * w;
+    const bool odd = at.g & 1;
+    const float r0 = rsqrtf((odd ? b[1] : b[0]) + 1e-6f), r1 = rsqrtf((odd ? b[7] : b[6]) + 1e-6f);
+    if (at.q == at.g / 2) {  // has (g, g) and (8 + g, 8 + g)
+        ptx::st_shared_f32(t + 4 * (table::kNormK + at.g), r0);
+        ptx::st_shared_f32(t + 4 * (table::kNormK + 8 + at.g), r1);
+        ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + odd), r0);
+        ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 + odd), r1);
+    }
+}
+
+// The norms of k into the row factors that the state loop reads.
+__device__ __forceinline__ void scale_rows_by_norms(uint32_t tw, int l) {
+    const Lane at(l);
+    if (at.lane >= 16) return;
+    const uint32_t own = tw + 4 * at.lane;
+    const float r = ptx::ld_shared_f32(own + 4 * table::kNormK);
+    ptx::st_shared_f32(own + 4 * table::kBetaGamma, r * ptx::ld_shared_f32(own + 4 * table::kBetaGamma));
+    ptx::st_shared_f32(own + 4 * table::kRho, r * ptx::ld_shared_f32(own + 4 * table::kRho));
+}
+
 // Row w of K K^T -> M, and the diagonal block. t: table at the warp's first row.
 template <class C, int w>
 __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &diagonal, uint32_t t, uint32_t M, int l) {
     const Lane at(l);
-    const float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
-                n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
+    float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
+          n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
+    float row = -1.0f;
+    if constexpr (C::kL2Norm) {
+        const float k0 = ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g));
+        row = -k0, n0 *= k0, n1 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + 8 + at.g));
+    }
 #pragma unroll
     for (int j = 0; j < w; j++) {
         const float *b = d + 8 * j;
         if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
         const uint32_t block[4] = {pack_f16(b[0] * n0 * r.x, b[1] * n0 * r.y), pack_f16(b[2] * n1 * r.x, b[3] * n1 * r.y),
                                    pack_f16(b[4] * n0 * r.z, b[5] * n0 * r.w), pack_f16(b[6] * n1 * r.z, b[7] * n1 * r.w)};
-        ptx::stmatrix_x4(M + at.lane * 16 + (3 * w - 3 + j) * 512, block);
+        ptx::stmatrix_x4(M + at.lane * 16 + (w * (w - 1) / 2 + j) * 512, block);
     }
     const float *b = d + 8 * w;
-    const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kColumnBeta + at.q * 16 + 8);
-    float row = -1.0f;
+    float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kColumnBeta + at.q * 16 + 8);
     if constexpr (C::kL2Norm) {
         r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
-        row = -ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g));
+        beta.x *= r.z, beta.y *= r.w;
     }
     diagonal.a[0] = at.g > 2 * at.q ? b[0] * n0 * r.x : 0.0f;
     diagonal.a[1] = at.g > 2 * at.q + 1 ? b[1] * n0 * r.y : 0.0f;
@@ -205,25 +236,24 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     if constexpr (w > 0) {
         const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
         const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
-        constexpr int kDecay = C::kL2Norm ? table::kColumnDecayNormK : table::kColumnDecay;
 #pragma unroll
-        for (int j = 0; j < w; j++)
-            store_block<C>(to ^ (j * 32), d + 8 * j, f0, f1,
-                           ptx::ld_shared_v4_f32(t + 4 * (kDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16));
+        for (int j = 0; j < w; j++) {
+            float4 c = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16);
+            if constexpr (C::kL2Norm) {
+                const float4 r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
+                c.x *= r.x, c.y *= r.y, c.z *= r.z, c.w *= r.w;
+            }
+            store_block<C>(to ^ (j * 32), d + 8 * j, f0, f1, c);
+        }
     }
     using T = typename C::T;
     const float *b = d + 8 * w;
-    float s0 = scale, s1 = scale;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
-    if constexpr (C::kL2Norm) {
-        s0 = ptx::ld_shared_f32(t + 4 * (table::kScaledNormQ + at.g)),
-        s1 = ptx::ld_shared_f32(t + 4 * (table::kScaledNormQ + 8 + at.g));
-        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
-    }
+    if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    ptx::stmatrix_x4(to ^ (w * 32), {ptx::cvt_rn_x2<T>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
-                                     ptx::cvt_rn_x2<T>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
-                                     ptx::cvt_rn_x2<T>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
+    ptx::stmatrix_x4(to ^ (w * 32), {ptx::cvt_rn_x2<T>(b[0] * (e[0] * scale * r.x), b[1] * (e[1] * scale * r.y)),
+                                     ptx::cvt_rn_x2<T>(b[2] * (e[2] * scale * r.x), b[3] * (e[3] * scale * r.y)), 0,
+                                     ptx::cvt_rn_x2<T>(b[6] * (e[4] * scale * r.z), b[7] * (e[5] * scale * r.w))});
 }
 
 // Block (i, j) of A, i > j, to A^. t: table, not offset by the warp.
@@ -255,7 +285,7 @@ struct Substitution {
     float scale;
     int lane;
 
-    __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (3 * i - 3 + j) * 512; }
+    __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (i * (i - 1) / 2 + j) * 512; }
     __device__ __forceinline__ uint32_t x(int i) const { return X + i * 512; }
 
     template <int w>
@@ -355,6 +385,10 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             smem.tables().wait_full(factors);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(d);
+            if constexpr (C::kL2Norm) {
+                for_warp(w, [&](auto warp) { key_norms<decltype(warp)::value>(d, tw, lane); });
+                ptx::bar_sync(kNormBarrier + group, 128);
+            }
             for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value>(d, diagonal, tw, M, lane); });
             if constexpr (C::kOutputs) issue_product<C>(d, ptx::shared_address(smem.q[tile.stage]), k);
             smem.products().wait_empty(product);
@@ -368,6 +402,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 ptx::register_fence(d);
             }
             if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
+            if constexpr (C::kL2Norm) scale_rows_by_norms(tw, lane);
             ptx::mbarrier_wait_parity(inverse_ready, parity);
             const Substitution<C> substitution{
                 t, tw, M + 16 * lane,       X + 16 * lane, ptx::shared_address(scratch.X10[parity]) + 16 * lane,

@@ -26,9 +26,10 @@ __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
     smem.item_ring().init(1, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2));
     smem.tiles().init(1, kStateWarps + kAuxWarps);
     smem.values().init(1, C::kOutputs ? 1 : kStateWarps);
-    smem.tables().init(1, kStateWarps + kAuxWarps);
+    smem.tables().init(1, kAuxWarps);
     smem.products().init(kAuxWarps, kStateWarps);
     for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
+    for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), 1);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
     for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
     ptx::fence_mbarrier_init();

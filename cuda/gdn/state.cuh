@@ -152,13 +152,19 @@ struct StateLoop {
         uint32_t fs[C::D / 16][4];
         float x[32], o[32];
         pack<T>(fs, s);
-        smem.tiles().wait_full(tile);
+        smem.products().wait_full(product);  // AUX waited for K, Q and the table
         ptx::register_fence(x), register_fence(fs);
         issue<T, ptx::Major::K, typename S::Tile>(x, fs, S::Tile::k_major_low(k, 0, 0), false);
         if constexpr (C::kOutputs) {
             ptx::register_fence(o);
             issue<T, ptx::Major::K, typename S::Tile>(
                 o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
+        }
+        // Here the multiplications fill the wait for K S; among the instructions that issue A^ U they would hold it up.
+        const float chunk_decay = ptx::ld_shared_f32(t - q8 + 4 * table::kChunkDecay);
+        if (chunk_decay != 1.0f) {
+#pragma unroll
+            for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
         }
         smem.values().wait_full(value);
         uint32_t fv[4][4];
@@ -169,29 +175,33 @@ struct StateLoop {
             else
                 fv[i][0] = fv[i][1] = fv[i][2] = fv[i][3] = 0;
         }
-        smem.tables().wait_full(factors);
+        float bv[32];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kBeta + j * 32);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float2 value = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                bv[4 * j + 2 * r] = beta.x * value.x, bv[4 * j + 2 * r + 1] = beta.y * value.y;
+            }
+        }
+        ptx::register_fence(bv);
         ptx::wgmma_wait_group<C::kOutputs ? 1 : 0>();
         ptx::register_fence(x);
         uint32_t fu[4][4];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kBeta + j * 32);
             const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kBetaGamma + j * 32);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float2 value = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
-                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], beta.x * value.x);
-                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], beta.y * value.y);
+                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], bv[4 * j + 2 * r]);
+                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], bv[4 * j + 2 * r + 1]);
             }
         }
         pack<T>(fu, x);
-        smem.products().wait_full(product);
         ptx::register_fence(x), register_fence(fu);
         issue<T, ptx::Major::K, typename S::Product>(
             x, fu, S::Product::k_major_low(ptx::shared_address(smem.a[product.stage]), 0, 0), true);
-        const float chunk_decay = ptx::ld_shared_f32(t - q8 + 4 * table::kChunkDecay);
-#pragma unroll
-        for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
         if constexpr (C::kOutputs) {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
@@ -223,9 +233,15 @@ struct StateLoop {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
             __syncwarp();
-            if (lane == 0) {
-                ptx::mbarrier_arrive(smem.products().empty(product.stage));
-                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
+            if (lane == 0) ptx::mbarrier_arrive(smem.products().empty(product.stage));
+            if constexpr (C::kL2Norm) {
+                ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
+                const uint32_t norms = ptx::shared_address(smem.query_norm[tile.stage]) + q8;
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const float2 r = ptx::ld_shared_v2_f32(norms + j * 32);
+                    o[4 * j] *= r.x, o[4 * j + 1] *= r.y, o[4 * j + 2] *= r.x, o[4 * j + 3] *= r.y;
+                }
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -245,7 +261,6 @@ struct StateLoop {
             ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
             if constexpr (!C::kOutputs) {
                 ptx::mbarrier_arrive(smem.products().empty(product.stage));
-                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
                 ptx::mbarrier_arrive(smem.values().empty(value.stage));
             }
         }
