@@ -41,16 +41,17 @@ __device__ __forceinline__ void plan(const KernelParams &params, Smem<C> &smem) 
     const DeltaParams &p = params.p;
     if (threadIdx.x / 32 == 0) {
         int segment_tokens = kUncut;
-        if constexpr (C::kOutputs) {
-            if (params.slots != 0) segment_tokens = *params.g_segment_tokens;
-        } else {
+        if (C::kOutputs && params.part == Part::Later)
+            segment_tokens = *params.g_segment_tokens;
+        else if (!C::kOutputs || params.part == Part::First)
             segment_tokens = choose_segment_tokens(params);
-            if (blockIdx.x == 0 && threadIdx.x == 0) *params.g_segment_tokens = segment_tokens;
-        }
-        const uint32_t segments = segment_tokens == kUncut ? static_cast<uint32_t>(p.N) : params.slots;
         if (threadIdx.x == 0) {
+            if (C::kOutputs && params.part == Part::First && blockIdx.x == 0) *params.g_segment_tokens = segment_tokens;
             smem.segment_tokens = segment_tokens;
-            smem.items = C::kOutputs || segment_tokens != kUncut ? segments * static_cast<uint32_t>(p.HV) * kPieces<C> : 0;
+            int segments = static_cast<int>(p.N);
+            if (!C::kOutputs || params.part == Part::Later)
+                segments = segment_tokens == kUncut ? 0 : C::kOutputs ? slots(params) : params.middles;
+            smem.items = segments * static_cast<uint32_t>(p.HV) * kPieces<C>;
         }
     }
     __syncthreads();
@@ -75,7 +76,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                    const __grid_constant__ CUtensorMap map_o) {
     extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
-    ptx::griddepcontrol_wait();  // what the kernels before left in the workspace
+    // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
+    // the join, which waits for it, finds the states of both.
+    if constexpr (C::kOutputs) ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 128) init_barriers<C>(smem);
     // Blocks above the diagonal of A^ and P stay zero for good.
@@ -93,7 +96,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (warp == 0)
             load<C>(params, &map_q, &map_k, &map_v, smem);
         else if (warp == 2) {
-            if constexpr (C::kOutputs) store_outputs<C>(params, &map_o, smem);
+            if constexpr (C::kOutputs)
+                store_outputs<C>(params, &map_o, smem);
+            else
+                ptx::griddepcontrol_wait();
         } else
             gates<C>(params, smem, warp / 2);
     } else if (group <= C::kStateGroups) {
@@ -110,13 +116,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
-    const int64_t items = (params.slots > params.p.N ? params.slots : params.p.N) * params.p.HV * kPieces<C>;
+    int64_t segments = params.p.N;
+    if (!C::kOutputs || params.part == Part::Later) segments = C::kOutputs ? slots(params) : params.middles;
+    const int64_t items = segments * params.p.HV * kPieces<C>;
     LaunchConfig config;
     config.grid.x = items < multiprocessors ? items : multiprocessors;
     config.block.x = C::kThreads;
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    config.programmatic = C::kOutputs && params.slots != 0;
+    config.programmatic = !C::kOutputs || params.part == Part::Later;
     launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o);
 }
 

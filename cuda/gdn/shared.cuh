@@ -28,6 +28,10 @@ __device__ __forceinline__ int opaque_lane() {
 //   Transition: the affine map S -> M S + N of the segment, as two items: N starts from zero, M from the identity without v.
 enum class Pass { Outputs, Transition };
 
+// Which segments an Outputs launch has. Of a cut sequence the first segment needs nobody's transition and the last one has none:
+// First runs beside the Transition pass, which has those between the first and the last; Later, after the join, the rest.
+enum class Part { Whole, First, Later };
+
 // kVCols: columns of V that a CTA owns, one state warpgroup for each 64 of them.
 template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf>
 struct Config {
@@ -88,7 +92,8 @@ struct InverseScratch {
 
 // One piece of work, found by the load warp (items.cuh) and read by the other roles.
 struct Item {
-    int sequence, head, head_qk, batch, segment;
+    int sequence, head, head_qk, batch;
+    int slot;               // place in the workspace of the state before the segment; before the next one, for a first segment
     int bos, length;        // first token, in the row of B, and tokens
     int cleared;            // rows of o from bos on that are zero: the tokens of a padding sequence
     int piece;              // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M

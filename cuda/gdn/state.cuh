@@ -69,7 +69,8 @@ __device__ __forceinline__ void store_state(const float (&s)[kCount], const Tens
     }
 }
 
-// The workspace's states as a tensor [segments][HV][K][V], V-first; which = 0: N, or the state before the segment, 1: M.
+// The workspace's states as a tensor [slots][HV][K][V], V-first; which = 0: the state before the segment, or what the join adds
+// M times the state before to make it; 1: M.
 template <int D>
 __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int which) {
     Tensor t;
@@ -282,9 +283,9 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem,
         if (item.read_row < 0 || (!C::kOutputs && item.length == 0)) continue;
         const int v = row + (C::kOutputs ? item.piece * C::kColumns : 0);
         const bool transition_M = !C::kOutputs && item.piece == 1;
-        if (C::kOutputs && !(item.first && item.last)) {
-            load_state(s, segment_states<C::D>(params, 0), item.segment, item.head, v, k);
-        } else if (item.first && p.state_in) {
+        if (C::kOutputs && !item.first) {
+            load_state(s, segment_states<C::D>(params, 0), item.slot, item.head, v, k);
+        } else if (C::kOutputs && p.state_in) {
             load_state(s, p.state_in, item.read_row, item.head, v, k);
         } else {
 #pragma unroll
@@ -307,11 +308,16 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem,
             }
         }
         if constexpr (C::kOutputs) {
-            if (!item.last || !p.state_out) continue;
+            if (!item.last) {
+                if (item.first) store_state(s, segment_states<C::D>(params, 0), item.slot, item.head, v, k);
+                continue;
+            }
+            if (!p.state_out) continue;
             const int to = pool_row(p.write_indices, item.sequence, p.F);
             if (to >= 0) store_state(s, p.state_out, to, item.head, v, k);
         } else {
-            store_state(s, segment_states<C::D>(params, item.piece), item.segment, item.head, v, k);
+            // N is what the next segment starts from but for M S.
+            store_state(s, segment_states<C::D>(params, item.piece), item.slot + (transition_M ? 0 : 1), item.head, v, k);
         }
     }
 }
