@@ -89,30 +89,33 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     ptx::wgmma_commit_group();
 }
 
-// The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns. t: table at the warp's first row.
-template <int w>
-__device__ __forceinline__ void key_norms(const float (&d)[32], uint32_t t, int l) {
-    const Lane at(l);
-    const float *b = d + 8 * w;
-    const bool odd = at.g & 1;
-    const float r0 = rsqrtf((odd ? b[1] : b[0]) + 1e-6f), r1 = rsqrtf((odd ? b[7] : b[6]) + 1e-6f);
-    if (at.q == at.g / 2) {  // has (g, g) and (8 + g, 8 + g)
-        ptx::st_shared_f32(t + 4 * (table::kNormK + at.g), r0);
-        ptx::st_shared_f32(t + 4 * (table::kNormK + 8 + at.g), r1);
-        ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + odd), r0);
-        ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 + odd), r1);
-    }
-}
+// The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns, and into the row factors that the
+// state loop reads. t: table at the warp's first row; factors: those of the lane's two rows, read while K K^T was on its way.
+struct KeyNorms {
+    float beta_gamma[2], rho[2];
 
-// The norms of k into the row factors that the state loop reads.
-__device__ __forceinline__ void scale_rows_by_norms(uint32_t tw, int l) {
-    const Lane at(l);
-    if (at.lane >= 16) return;
-    const uint32_t own = tw + 4 * at.lane;
-    const float r = ptx::ld_shared_f32(own + 4 * table::kNormK);
-    ptx::st_shared_f32(own + 4 * table::kBetaGamma, r * ptx::ld_shared_f32(own + 4 * table::kBetaGamma));
-    ptx::st_shared_f32(own + 4 * table::kRho, r * ptx::ld_shared_f32(own + 4 * table::kRho));
-}
+    __device__ __forceinline__ void read(uint32_t t, int l) {
+        const Lane at(l);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            beta_gamma[i] = ptx::ld_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g));
+            rho[i] = ptx::ld_shared_f32(t + 4 * (table::kRho + 8 * i + at.g));
+        }
+    }
+    __device__ __forceinline__ void write(const float *diagonal, uint32_t t, int l) const {
+        const Lane at(l);
+        if (at.q != at.g / 2) return;  // who stays has (g, g) and (8 + g, 8 + g)
+        const int odd = at.g & 1;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float r = ptx::rsqrt_approx_ftz((odd ? diagonal[6 * i + 1] : diagonal[6 * i]) + 1e-6f);
+            ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 * i + odd), r);
+            ptx::st_shared_f32(t + 4 * (table::kNormK + 8 * i + at.g), r);
+            ptx::st_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g), r * beta_gamma[i]);
+            ptx::st_shared_f32(t + 4 * (table::kRho + 8 * i + at.g), r * rho[i]);
+        }
+    }
+};
 
 // Row w of K K^T -> M, and the diagonal block. t: table at the warp's first row.
 template <class C, int w>
@@ -373,7 +376,10 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
         if (!item.exists) break;
         int chunks = item.chunks();
         for (; chunks > 0; chunks--, tile.advance(), factors.advance(), product.advance()) {
-            if (C::kAuxGroups == 2 && product.stage != group) continue;
+            if (C::kAuxGroups == 2 && product.stage != group) {
+                smem.tiles().wait_full(tile);  // no phase may be left out, or its parity would pass for that of the next but one
+                continue;
+            }
             const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
             const uint32_t t = ptx::shared_address(smem.table[factors.stage]), tw = t + 64 * w;
             const uint32_t M = ptx::shared_address(scratch.M[parity]), X = ptx::shared_address(scratch.X[parity]);
@@ -383,10 +389,12 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             issue_product<C>(d, k, k);
             Diagonal diagonal;
             smem.tables().wait_full(factors);
+            KeyNorms norms;
+            if constexpr (C::kL2Norm) norms.read(tw, lane);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(d);
             if constexpr (C::kL2Norm) {
-                for_warp(w, [&](auto warp) { key_norms<decltype(warp)::value>(d, tw, lane); });
+                for_warp(w, [&](auto warp) { norms.write(d + 8 * decltype(warp)::value, tw, lane); });
                 ptx::bar_sync(kNormBarrier + group, 128);
             }
             for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value>(d, diagonal, tw, M, lane); });
@@ -402,7 +410,6 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 ptx::register_fence(d);
             }
             if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
-            if constexpr (C::kL2Norm) scale_rows_by_norms(tw, lane);
             ptx::mbarrier_wait_parity(inverse_ready, parity);
             const Substitution<C> substitution{
                 t, tw, M + 16 * lane,       X + 16 * lane, ptx::shared_address(scratch.X10[parity]) + 16 * lane,

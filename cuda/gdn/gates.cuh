@@ -49,18 +49,22 @@ struct TokenPair {
     }
 };
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(-kLog2E * x)); }
+
+// log2(1 + e^x), relative error below 2^-17: lg2 is accurate relative to 1 + e^x only, so small e^x take the series of log(1 + y).
+__device__ __forceinline__ float softplus_log2(float x) {
+    const float y = ptx::ex2_approx_ftz(kLog2E * x);
+    const float series = kLog2E * y * fmaf(y, fmaf(y, fmaf(y, -0.25f, 1.0f / 3.0f), -0.5f), 1.0f);
+    return x > 20.0f ? kLog2E * x : y < 0.0625f ? series : ptx::lg2_approx_ftz(1.0f + y);
+}
 
 // Log2 of the decay from the gate input; amplitude = exp(A_log).
 __device__ __forceinline__ float log2_decay(const KernelParams &params, float x, float bias, float amplitude) {
-    float log_decay = x;
-    if (params.p.gate == Gate::Softplus) {
-        x += bias;
-        log_decay = -amplitude * (x > 20.0f ? x : log1pf(expf(x)));
-    } else if (params.p.gate == Gate::Bounded) {
-        log_decay = params.lower_bound * sigmoid(amplitude * (x + bias));
-    }
-    const float log2 = log_decay * kLog2E;
+    float log2 = kLog2E * x;
+    if (params.p.gate == Gate::Softplus)
+        log2 = -amplitude * softplus_log2(x + bias);
+    else if (params.p.gate == Gate::Bounded)
+        log2 = kLog2E * params.lower_bound * sigmoid(amplitude * (x + bias));
     return log2 < kLeastLog2Decay ? kLeastLog2Decay : log2;  // NaN stays
 }
 
@@ -90,7 +94,7 @@ __device__ __forceinline__ float inverse_norm(uint32_t tile, int row) {
                 sum[i] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum[i]));
             }
         }
-    return rsqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
+    return ptx::rsqrt_approx_ftz((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
 }
 
 __device__ __forceinline__ void store2(float *s_table, int offset, int place, float a, float b) {
@@ -138,6 +142,12 @@ __device__ __forceinline__ void fill_table(float *t, const float (&x)[2], const 
     store2(t, table::kRowDecayScaled, token, row0 * scale, row1 * scale);
 }
 
+// The place of the CTA's chunk n in a ring.
+template <int kStages>
+__device__ __forceinline__ RingState<kStages> at_chunk(uint32_t n) {
+    return {static_cast<int>(n % kStages), n / kStages & 1};
+}
+
 // Every second chunk of an item: n, its number in the CTA, of those with tokens from `at` on. kPlain: g and beta are fp32 and
 // need no arithmetic. Beside the state loop every branch and every dependent instruction costs several times its time.
 template <class C, bool kPlain>
@@ -151,10 +161,9 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
     betas.fetch(p.beta, remaining - 2 * opaque_lane());
 #pragma unroll 1
     for (; remaining > 0; remaining -= 2 * kChunk, n += 2) {
-        const uint32_t stage = n % kTableStages;
         // Only AUX says when it is done with a table: when it ends chunk m, the state loop has left chunk m - kProductStages.
-        const uint32_t done = n + kProductStages;
-        smem.tables().wait_empty({static_cast<int>(done % kTableStages), done / kTableStages & 1});
+        const uint32_t stage = n % kTableStages;
+        smem.tables().wait_empty(at_chunk<kTableStages>(n + kProductStages));
         const int left = remaining - 2 * opaque_lane();
         float x[2], beta[2];
 #pragma unroll
@@ -178,7 +187,10 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.tables().full(stage));
         if constexpr (C::kL2Norm && C::kOutputs) {
-            const RingState<kTileStages> tile{static_cast<int>(n % kTileStages), n / kTileStages & 1};
+            // That AUX has left chunk n - kTileStages means that its tile landed; else the parity of its phase, which this warp
+            // did not wait for, would pass for that of chunk n.
+            smem.tables().wait_empty(at_chunk<kTableStages>(n + kTableStages - kTileStages));
+            const RingState<kTileStages> tile = at_chunk<kTileStages>(n);
             smem.tiles().wait_full(tile);
             query_norms<C>(smem.query_norm[tile.stage], ptx::shared_address(smem.q[tile.stage]));
             __syncwarp();
