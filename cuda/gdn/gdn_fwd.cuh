@@ -122,6 +122,9 @@ void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multipro
     LaunchConfig config;
     config.grid.x = items < multiprocessors ? items : multiprocessors;
     config.block.x = C::kThreads;
+    // The two SMs of a TPC get CTAs of the same kernel: where First and Transition run side by side on every TPC, each took
+    // more than twice its time.
+    if (params.part != Part::Whole && config.grid.x % 2 == 0) config.cluster.x = 2;
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = !C::kOutputs || params.part == Part::Later;

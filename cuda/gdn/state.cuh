@@ -9,6 +9,8 @@
 //   pack S -> [K S] -> [Q S]; V fragments; wait 1; U -> [A^ U]; S *= gamma_C; wait 1; O *= scale gamma; wait 0; V' -> [P V'];
 //   V'' = rho V' -> [K^T V'']; wait 1; O to shared memory where V was; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
+// Two warpgroups would set out together whenever AUX has finished a chunk, and then want the tensor cores at the same time and
+// leave them idle at the same time. So they take turns: one issues K S once the other has issued K^T V''.
 #pragma once
 #include "items.cuh"
 #include "ptx/math.cuh"
@@ -17,6 +19,8 @@
 #include "ptx/wgmma.cuh"
 
 namespace linattn::cuda::gdn {
+
+constexpr uint32_t kTurnBarrier = 5;  // named barriers: turn of state warpgroup 0, of 1
 
 __device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t x) {
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
@@ -154,6 +158,7 @@ struct StateLoop {
         float x[32], o[32];
         pack<T>(fs, s);
         smem.products().wait_full(product);  // AUX waited for K, Q and the table
+        if constexpr (C::kStateGroups == 2) ptx::bar_sync(kTurnBarrier + group, 256);
         ptx::register_fence(x), register_fence(fs);
         issue<T, ptx::Major::K, typename S::Tile>(x, fs, S::Tile::k_major_low(k, 0, 0), false);
         if constexpr (C::kOutputs) {
@@ -230,6 +235,7 @@ struct StateLoop {
         }
         ptx::register_fence(s), register_fence(fd);
         issue<T, ptx::Major::MN, typename S::Tile>(s, fd, S::Tile::mn_major_low(k, 0, 0), true);
+        if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (group ^ 1), 256);
         if constexpr (C::kOutputs) {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
@@ -276,6 +282,7 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem,
     const int row = 64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4, k = 2 * (lane % 4);
     StateLoop<C> loop{smem, group, {}, {}, {}, {}};
     float s[C::D / 2];
+    if (C::kStateGroups == 2 && group == 1) ptx::bar_arrive(kTurnBarrier, 256);
     ItemReader<C> items{smem};
     while (true) {
         const Item &item = items.next();
@@ -320,6 +327,7 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem,
             store_state(s, segment_states<C::D>(params, item.piece), item.slot + (transition_M ? 0 : 1), item.head, v, k);
         }
     }
+    if (C::kStateGroups == 2 && group == 0) ptx::bar_sync(kTurnBarrier, 256);  // the other's last hand-over
 }
 
 }  // namespace linattn::cuda::gdn
