@@ -377,7 +377,8 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
         int chunks = item.chunks();
         for (; chunks > 0; chunks--, tile.advance(), factors.advance(), product.advance()) {
             if (C::kAuxGroups == 2 && product.stage != group) {
-                smem.tiles().wait_full(tile);  // no phase may be left out, or its parity would pass for that of the next but one
+                smem.tiles().wait_full(
+                    tile);  // no phase may be left out, or its parity would pass for that of the next but one
                 continue;
             }
             const uint32_t k = ptx::shared_address(smem.k[tile.stage]);

@@ -207,8 +207,8 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
 template <class C>
 __device__ __forceinline__ void gates(const KernelParams &params, Smem<C> &smem, int which) {
     const DeltaParams &p = params.p;
-    const bool plain = p.gate == Gate::None && p.beta_form == BetaForm::Weight && p.g.dtype == DType::F32 &&
-                       p.beta.dtype == DType::F32;
+    const bool plain =
+        p.gate == Gate::None && p.beta_form == BetaForm::Weight && p.g.dtype == DType::F32 && p.beta.dtype == DType::F32;
     uint32_t first = 0;  // chunks of the items before
     ItemReader<C> items{smem};
     while (true) {

@@ -102,8 +102,12 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     DeviceGuard guard(p.device);
     const TensorMaps maps = {tile_map("q", p.q, p.B, p.T, p.H, p.K), tile_map("k", p.k, p.B, p.T, p.H, p.K),
                              tile_map("v", p.v, p.B, p.T, p.HV, p.V), tile_map("o", p.o, p.B, p.T, p.HV, p.V)};
-    KernelParams params = {p,       middle_segments(p, multiprocessors), Part::Whole,
-                           nullptr, nullptr,                             static_cast<float>(p.scale),
+    KernelParams params = {p,
+                           middle_segments(p, multiprocessors),
+                           Part::Whole,
+                           nullptr,
+                           nullptr,
+                           static_cast<float>(p.scale),
                            static_cast<float>(p.lower_bound)};
     if (params.middles != 0) {
         char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 15);

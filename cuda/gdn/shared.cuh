@@ -124,7 +124,7 @@ struct alignas(1024) Smem {
     uint16_t order[kMaxSorted];  // the sequences, the longest first
     uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
         product_barriers[2 * kProductStages], item_barriers[2 * kItemStages];
-    uint64_t output_ready[kValueStages];    // O of a chunk lies where its V was
+    uint64_t output_ready[kValueStages];  // O of a chunk lies where its V was
     uint64_t query_norm_ready[kTileStages];
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place

@@ -6,11 +6,11 @@
 // S, U and V' never cross shared memory. A^ is strictly lower: its unit diagonal is the U that the accumulator of A^ U starts
 // from, in fp32, so that the largest part of V' is rounded once, as the operand of P V' and K^T V''.
 // Groups in issue order, per chunk:
-//   pack S -> [K S] -> [Q S]; V fragments; wait 1; U -> [A^ U]; S *= gamma_C; wait 1; O *= scale gamma; wait 0; V' -> [P V'];
-//   V'' = rho V' -> [K^T V'']; wait 1; O to shared memory where V was; wait 0
+//   pack S -> [K S] -> [Q S]; S *= gamma_C; V fragments, times beta; wait 1; U -> [A^ U]; wait 1; O *= scale gamma; wait 0;
+//   V' -> [P V']; V'' = rho V' -> [K^T V'']; wait 1; O, times 1/|q| under l2norm, to shared memory where V was; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 // Two warpgroups would set out together whenever AUX has finished a chunk, and then want the tensor cores at the same time and
-// leave them idle at the same time. So they take turns: one issues K S once the other has issued K^T V''.
+// leave them idle at the same time. So they take turns: one issues K S once the other has issued P V'.
 #pragma once
 #include "items.cuh"
 #include "ptx/math.cuh"
@@ -227,6 +227,7 @@ struct StateLoop {
             issue<T, ptx::Major::K, typename S::Product>(
                 o, fw, S::Product::k_major_low(ptx::shared_address(smem.p[product.stage]), 0, 0), true);
         }
+        if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (group ^ 1), 256);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 rho = ptx::ld_shared_v2_f32(t + 4 * table::kRho + j * 32);
@@ -235,7 +236,6 @@ struct StateLoop {
         }
         ptx::register_fence(s), register_fence(fd);
         issue<T, ptx::Major::MN, typename S::Tile>(s, fd, S::Tile::mn_major_low(k, 0, 0), true);
-        if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (group ^ 1), 256);
         if constexpr (C::kOutputs) {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
@@ -299,14 +299,15 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem,
             for (int i = 0; i < C::D / 2; i++)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
-        for (int at = 0; at < item.length; at += kChunk) {
+#pragma unroll 1
+        for (int left = item.length; left > 0; left -= kChunk) {
             loop.chunk(s, !transition_M);
             if constexpr (C::kOutputs) {
-                if (p.checkpoint_every && at + kChunk <= item.length) {
+                if (p.checkpoint_every && left >= kChunk) {
                     const int every = static_cast<int>(p.checkpoint_every);
                     int bos, length;
                     sequence_range(p, item.sequence, bos, length);
-                    const int done = item.bos - bos + at + kChunk;
+                    const int done = item.bos - bos + item.length - left + kChunk;
                     if (done % every == 0) {
                         const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
                         if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);

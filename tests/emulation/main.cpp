@@ -176,28 +176,29 @@ void run(const Case &c) {
     fflush(stdout);
 }
 int main(int argc, char **argv) {
-    std::vector<Case> cs = {{"plain", {128}, 1, 1},
-                            {"narrow tails", {70, 0, 1, 64, 130}, 1, 2},
-                            {"wide", {70, 0, 1, 64, 130, 65}, 1, 2, 128, true, false, true, true, 1, 8},
-                            {"wide l2, few CTAs", {70, 0, 1, 64, 130, 200}, 1, 2, 128, true, true, true, false, 1, 5},
-                            {"D64", {70, 0, 1, 64, 130}, 1, 2, 64, true, true},
-                            {"fp16", {70, 130}, 1, 2, 128, false, true},
-                            {"resets", {200, 70}, 1, 2, 128, true, false, true, false, 1, 132, 1},
-                            {"correlated", {200}, 1, 1, 128, true, false, true, false, 0, 132, 2},
-                            {"cut", {1500}, 1, 2, 128, true, false, true, false, 0.02},
-                            {"cut no init vfirst", {1100, 64, 300}, 1, 2, 128, true, true, false, true, 0.02, 40},
-                            {"cut D64", {1500}, 1, 2, 64, true, true, true, false, 0.02},
-                            {"dense", {100}, 1, 1, 128, true, false, true, false, 1, 132, 0, 0, 3},
-                            {"dense cut", {1900}, 1, 1, 128, true, false, true, false, 0.02, 20, 0, 0, 2},
-                            {"cut ckpt", {1500, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
-                            {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
-                            {"padding cut", {1500, 1400, 10}, 1, 1, 128, true, false, true, false, .02, 20, 0, 5, 0, 0, 0, true},
-                            {"cut in three", {2400}, 1, 4, 128, true, true, true, false, 0.02, 16},
-                            {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
-                            {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
-                            {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
-                            {"one key 200", {200}, 1, 1, 128, true, false, false, false, 0, 132, 3},
-                            {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
+    std::vector<Case> cs = {
+        {"plain", {128}, 1, 1},
+        {"narrow tails", {70, 0, 1, 64, 130}, 1, 2},
+        {"wide", {70, 0, 1, 64, 130, 65}, 1, 2, 128, true, false, true, true, 1, 8},
+        {"wide l2, few CTAs", {70, 0, 1, 64, 130, 200}, 1, 2, 128, true, true, true, false, 1, 5},
+        {"D64", {70, 0, 1, 64, 130}, 1, 2, 64, true, true},
+        {"fp16", {70, 130}, 1, 2, 128, false, true},
+        {"resets", {200, 70}, 1, 2, 128, true, false, true, false, 1, 132, 1},
+        {"correlated", {200}, 1, 1, 128, true, false, true, false, 0, 132, 2},
+        {"cut", {1500}, 1, 2, 128, true, false, true, false, 0.02},
+        {"cut no init vfirst", {1100, 64, 300}, 1, 2, 128, true, true, false, true, 0.02, 40},
+        {"cut D64", {1500}, 1, 2, 64, true, true, true, false, 0.02},
+        {"dense", {100}, 1, 1, 128, true, false, true, false, 1, 132, 0, 0, 3},
+        {"dense cut", {1900}, 1, 1, 128, true, false, true, false, 0.02, 20, 0, 0, 2},
+        {"cut ckpt", {1500, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
+        {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
+        {"padding cut", {1500, 1400, 10}, 1, 1, 128, true, false, true, false, .02, 20, 0, 5, 0, 0, 0, true},
+        {"cut in three", {2400}, 1, 4, 128, true, true, true, false, 0.02, 16},
+        {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
+        {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"one key 200", {200}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
     for (auto &c : cs)
         if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
     printf("BAD %d\n", bad);
