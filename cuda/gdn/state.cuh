@@ -12,6 +12,9 @@
 // Two warpgroups would set out together whenever AUX has finished a chunk, and then want the tensor cores at the same time and
 // leave them idle at the same time. So they take turns: one issues K S once the other has issued P V'.
 #pragma once
+#include <type_traits>
+
+#include "fragments.cuh"
 #include "items.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
@@ -23,33 +26,6 @@
 namespace linattn::cuda::gdn {
 
 constexpr uint32_t kTurnBarrier = 5;  // named barriers: turn of state warpgroup 0, of 1
-
-// d (+)= a B for the fragments a of a 64 x 16 n matrix and B^T (K-major) or B (MN-major) in shared memory.
-template <class T, ptx::Major kMajor, class Tile, int kSteps, int kCount>
-__device__ __forceinline__ void issue(float (&d)[kCount], const uint32_t (&a)[kSteps][4], uint32_t low, bool accumulate) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-        const uint32_t step = (kMajor == ptx::Major::K ? Tile::offset(0, 16 * s) : Tile::offset(16 * s, 0)) >> 4;
-        const uint32_t high = kMajor == ptx::Major::K ? Tile::k_major_high() : Tile::mn_major_high();
-        ptx::wgmma_rs<T, kMajor>(d, a[s], ptx::wgmma_descriptor(low + step, high), s > 0 || accumulate);
-    }
-    ptx::wgmma_commit_group();
-}
-
-template <class T, int kSteps>
-__device__ __forceinline__ void pack(uint32_t (&a)[kSteps][4], const float (&d)[8 * kSteps]) {
-#pragma unroll
-    for (int s = 0; s < kSteps; s++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[s][i] = ptx::cvt_rn_x2<T>(d[8 * s + 2 * i], d[8 * s + 2 * i + 1]);
-}
-
-template <int kSteps>
-__device__ __forceinline__ void register_fence(uint32_t (&a)[kSteps][4]) {
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) ptx::register_fence(a[s]);
-}
 
 // Which 64 columns of the CTA's.
 __device__ __forceinline__ int state_group() { return threadIdx.x / 128 - 1; }
@@ -156,31 +132,45 @@ struct StateLoop {
         if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (state_group() ^ 1), 256);
     }
 
-    __device__ __forceinline__ void chunk(float (&s)[C::D / 2], bool has_values) {
-        const int lane = opaque_lane(), w = threadIdx.x / 32 % 4, q8 = (lane & 3) * 8, group = state_group();
-        const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
-        const uint32_t t = ptx::shared_address(smem.table[factors.stage]) + q8;
-        // 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in the order of a
-        // fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-        const uint32_t v = ptx::shared_address(smem.v[value.stage]) + group * (kChunk * 128) +
-                           ((lane & 7) + (lane & 16) / 2) * 128 + ((w * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
+    // Waits for A^ and P (AUX waited for K, Q and the table) and for the turn; chunk_decay: 2^G_last. The result is the first token
+    // that needs two terms, or kChunk.
+    __device__ __forceinline__ int begin(float &chunk_decay) const {
+        smem.products().wait_full(product);
+        const uint32_t t = ptx::shared_address(smem.table[factors.stage]);
+        const float2 decay_first = ptx::ld_shared_v2_f32(t + 4 * table::kChunkDecay);  // and kFirstPrecise
+        if constexpr (C::kStateGroups == 2) ptx::bar_sync(kTurnBarrier + state_group(), 256);
+        chunk_decay = decay_first.x;
+        return __float_as_int(decay_first.y);
+    }
+
+    // S while a chunk of correlated keys is computed. In local memory at K = 128: else ptxas, short of registers there, keeps S
+    // elsewhere than in the accumulators in the other chunks as well, and moves it to and fro.
+    using Kept = std::conditional_t<C::D == 128 && C::kOutputs, volatile float, float>;
+
+    // Addresses of the lane. v: 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in
+    // the order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    struct Addresses {
+        uint32_t k, t, v;
+        __device__ __forceinline__ Addresses(const StateLoop &loop, int lane)
+            : k(ptx::shared_address(loop.smem.k[loop.tile.stage])),
+              t(ptx::shared_address(loop.smem.table[loop.factors.stage]) + (lane & 3) * 8),
+              v(ptx::shared_address(loop.smem.v[loop.value.stage]) + state_group() * (kChunk * 128) +
+                ((lane & 7) + (lane & 16) / 2) * 128 + ((threadIdx.x / 32 % 4 * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16) {}
+    };
+
+    __device__ __forceinline__ void chunk(float (&s)[C::D / 2], bool has_values, float chunk_decay) {
+        const int lane = opaque_lane();
+        const Addresses at(*this, lane);
+        const uint32_t k = at.k, t = at.t, v = at.v;
         uint32_t fs[C::D / 16][4];
         float x[32], o[32];
         pack<T>(fs, s);
-        smem.products().wait_full(product);  // AUX waited for K, Q and the table
-        if constexpr (C::kStateGroups == 2) ptx::bar_sync(kTurnBarrier + group, 256);
         ptx::register_fence(x), register_fence(fs);
         issue<T, ptx::Major::K, typename S::Tile>(x, fs, S::Tile::k_major_low(k, 0, 0), false);
         if constexpr (C::kOutputs) {
             ptx::register_fence(o);
             issue<T, ptx::Major::K, typename S::Tile>(
                 o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
-        }
-        const float2 decay_first = ptx::ld_shared_v2_f32(t - q8 + 4 * table::kChunkDecay);  // and kFirstPrecise
-        const float chunk_decay = decay_first.x;
-        if (__any_sync(~0u, __float_as_int(decay_first.y) < kChunk)) {
-            precise_chunk(s, x, o, k, t, v, has_values, chunk_decay, __float_as_int(decay_first.y));
-            return;
         }
         // Here the multiplications fill the wait for K S; among the instructions that issue A^ U they would hold it up.
         if (chunk_decay != 1.0f) {
@@ -235,6 +225,23 @@ struct StateLoop {
         finish(lane);
     }
 
+    // x = S X^T, 32 of the 64 tokens at once: fewer registers that must lie together.
+    __device__ __forceinline__ static void state_product(float (&x)[32], const Kept (&s)[C::D / 2], uint32_t tile_x) {
+        uint32_t fs[C::D / 16][4];
+#pragma unroll
+        for (int i = 0; i < C::D / 4; i++) fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float z[16];
+            ptx::register_fence(z), register_fence(fs);
+            issue<T, ptx::Major::K, typename S::Tile>(z, fs, S::Tile::k_major_low(tile_x, 32 * half, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(z);
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[16 * half + i] = z[i];
+        }
+    }
+
     // Tokens from `first` on: x += factor (A1 b0 + A0 b1 + A0 b0), factor by row of x; kFirst: with the last product. In two
     // halves, for want of registers.
     template <class Term, bool kFirst>
@@ -259,23 +266,18 @@ struct StateLoop {
         }
     }
 
-    // S packed once more, so that what the chunk began with need not be kept: `nothing` is 0, which the compiler cannot know.
-    __device__ __forceinline__ static void pack_again(uint32_t (&fs)[C::D / 16][4], const float (&s)[C::D / 2],
-                                                      uint32_t nothing) {
+    __device__ __forceinline__ static void pack_kept(uint32_t (&fs)[C::D / 16][4], const Kept (&s)[C::D / 2]) {
 #pragma unroll
-        for (int i = 0; i < C::D / 4; i++)
-            fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(__uint_as_float(__float_as_uint(s[2 * i]) ^ nothing),
-                                                 __uint_as_float(__float_as_uint(s[2 * i + 1]) ^ nothing));
+        for (int i = 0; i < C::D / 4; i++) fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
     }
 
     // Tokens from `first` on: x += (what packing left of S) X^T, X = K or Q.
-    __device__ __forceinline__ void add_second_terms(float (&x)[32], const float (&s)[C::D / 2], uint32_t nothing,
-                                                     uint32_t tile_x, int first, int lane) const {
+    __device__ __forceinline__ void add_second_terms(float (&x)[32], const Kept (&s)[C::D / 2], uint32_t tile_x, int first,
+                                                     int lane) const {
         uint32_t fs[C::D / 16][4];
 #pragma unroll
         for (int i = 0; i < C::D / 4; i++) {
-            const float a = __uint_as_float(__float_as_uint(s[2 * i]) ^ nothing),
-                        b = __uint_as_float(__float_as_uint(s[2 * i + 1]) ^ nothing);
+            const float a = s[2 * i], b = s[2 * i + 1];
             fs[i / 4][i % 4] = second_term<T>(ptx::cvt_rn_x2<T>(a, b), a, b);
         }
 #pragma unroll
@@ -293,25 +295,23 @@ struct StateLoop {
         }
     }
 
-    // The chunk from K S (in x, on its way) on, where keys are correlated: sums over V' cancel, and with them must what rounding
-    // left. Tokens from `first` on take two terms of each operand. Q S, begun, is thrown away: its registers are needed. U goes
-    // through A^ in fp16, because two terms in bf16 are too few where beta is 2, with a power of 2 for each column of V that
-    // brings its largest element to 2^14 .. 2^15; V' in T.
-    __device__ __forceinline__ void precise_chunk(float (&s)[C::D / 2], float (&x)[32], float (&o)[32], uint32_t k, uint32_t t,
-                                                  uint32_t v, bool has_values, float chunk_decay, int first) {
+    // A chunk of correlated keys: sums over V' cancel, and with them must what rounding left. Tokens from `first` on take two terms
+    // of each operand. U goes through A^ in fp16, because two terms in bf16 are too few where beta is 2, with a power of 2 for each
+    // column of V that brings its largest element to 2^14 .. 2^15; V' in T.
+    __device__ __forceinline__ void precise_chunk(float (&state)[C::D / 2], bool has_values, float chunk_decay, int first) {
         int second = product.stage + C::kAuxGroups;  // stage of the second terms
         second -= second >= C::kProductStages ? C::kProductStages : 0;
-        const uint32_t nothing = static_cast<uint32_t>(first) >> 16, nothing2 = static_cast<uint32_t>(first) >> 15;
-        const int lane = static_cast<int>(threadIdx.x % 32 + nothing);
+        const int lane = opaque_lane();
+        const Addresses at(*this, lane);
+        const uint32_t k = at.k, t = at.t, v = at.v;
         const uint8_t *A0 = smem.a[product.stage], *A1 = smem.a[second];
         hand_over();  // neither warpgroup waits for the other's many products
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(x);
-        if constexpr (C::kOutputs) ptx::register_fence(o);
-        float y[32];
+        Kept kept[C::D / 2];
 #pragma unroll
-        for (int i = 0; i < 32; i++) y[i] = x[i];
-        add_second_terms(y, s, nothing, k, first, lane);
+        for (int i = 0; i < C::D / 2; i++) kept[i] = state[i];
+        float x[32], o[32], y[32];
+        state_product(y, kept, k);
+        add_second_terms(y, kept, k, first, lane);
         smem.values().wait_full(value);
         {
             uint32_t fv[4][4];
@@ -367,7 +367,7 @@ struct StateLoop {
         if constexpr (C::kOutputs) {
             {
                 uint32_t fs[C::D / 16][4];
-                pack_again(fs, s, nothing2);
+                pack_kept(fs, kept);
                 ptx::register_fence(o), register_fence(fs);
                 issue<T, ptx::Major::K, typename S::Tile>(
                     o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
@@ -389,8 +389,9 @@ struct StateLoop {
             b0[i / 4][i % 4] = ptx::cvt_rn_x2<T>(a, b);
             b1[i / 4][i % 4] = second_term<T>(b0[i / 4][i % 4], a, b);
         }
+        float s[C::D / 2];
 #pragma unroll
-        for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
+        for (int i = 0; i < C::D / 2; i++) s[i] = kept[i] * chunk_decay;
         register_fence(b0), register_fence(b1);
         if constexpr (C::kOutputs) store_outputs(o, v, lane);
         ptx::register_fence(s), register_fence(b0), register_fence(b1);
@@ -399,6 +400,8 @@ struct StateLoop {
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(s);
         finish(lane);
+#pragma unroll
+        for (int i = 0; i < C::D / 2; i++) state[i] = s[i];
     }
 };
 
@@ -426,21 +429,33 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
             for (int i = 0; i < C::D / 2; i++)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
+        int left = item.length;
+        while (true) {
+            // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
+            float chunk_decay;
+            int first = kChunk;
 #pragma unroll 1
-        for (int left = item.length; left > 0; left -= kChunk) {
-            loop.chunk(s, !transition_M);
-            if constexpr (C::kOutputs) {
-                if (p.checkpoint_every && left >= kChunk) {
-                    const int every = static_cast<int>(p.checkpoint_every);
-                    int bos, length;
-                    sequence_range(p, item.sequence, bos, length);
-                    const int done = item.bos - bos + item.length - left + kChunk;
-                    if (done % every == 0) {
-                        const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
-                        if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
+            for (; true; left -= kChunk) {
+                if constexpr (C::kOutputs) {
+                    if (p.checkpoint_every && left >= 0 && left < item.length) {
+                        const int every = static_cast<int>(p.checkpoint_every);
+                        int bos, length;
+                        sequence_range(p, item.sequence, bos, length);
+                        const int done = item.bos - bos + item.length - left;
+                        if (done % every == 0) {
+                            const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
+                            if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
+                        }
                     }
                 }
+                if (left <= 0) break;
+                first = loop.begin(chunk_decay);
+                if (__any_sync(~0u, first < kChunk)) break;
+                loop.chunk(s, !transition_M, chunk_decay);
             }
+            if (left <= 0) break;
+            loop.precise_chunk(s, !transition_M, chunk_decay, first);
+            left -= kChunk;
         }
         if constexpr (C::kOutputs) {
             if (!item.last) {
