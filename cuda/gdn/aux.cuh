@@ -17,7 +17,8 @@
 // of L, in the row or in all rows up to it, add up to more than the constants below, the chunk is computed in two terms
 // (precise.cuh, state.cuh). What a token gets depends on the tokens up to it alone.
 //
-// l2norm: q and k stay as they are, 1/|q| and 1/|k| go into the row and column factors, so nothing is rounded once more.
+// l2norm: q and k stay as they are. The diagonal of K K^T holds |k_i|^2; 1/|k| goes into row and column factors, 1/|q| into O in
+// the state loop, so nothing is rounded once more.
 //
 // The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
@@ -34,7 +35,8 @@
 
 namespace linattn::cuda::gdn {
 
-constexpr uint32_t kX10Barrier = 1;  // named barriers, one a group: block 10 of the inverse is in place; warps 0, 1 wait for 3
+// Named barriers, one a group: block 10 of the inverse is in place (warps 0, 1 wait for 3); the four warps together.
+constexpr uint32_t kX10Barrier = 1, kGroupBarrier = 3;
 
 struct Lane {
     int lane, g, q;
@@ -106,28 +108,60 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     ptx::wgmma_commit_group();
 }
 
+// The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns, and into the row factors that the
+// state loop reads. t: table at the warp's first row. The factors of the lane's two rows are read while K K^T is on its way.
+struct KeyNorms {
+    float beta_gamma[2], rho[2];
+
+    __device__ __forceinline__ void read(uint32_t t, int l) {
+        const Lane at(l);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            beta_gamma[i] = ptx::ld_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g));
+            rho[i] = ptx::ld_shared_f32(t + 4 * (table::kRho + 8 * i + at.g));
+        }
+    }
+    __device__ __forceinline__ void write(const float *diagonal, uint32_t t, int l) const {
+        const Lane at(l);
+        if (at.q != at.g / 2) return;  // who stays has (g, g) and (8 + g, 8 + g)
+        const int odd = at.g & 1;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float r = ptx::rsqrt_approx_ftz((odd ? diagonal[6 * i + 1] : diagonal[6 * i]) + 1e-6f);
+            ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 * i + odd), r);
+            ptx::st_shared_f32(t + 4 * (table::kNormK + 8 * i + at.g), r);
+            ptx::st_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g), r * beta_gamma[i]);
+            ptx::st_shared_f32(t + 4 * (table::kRho + 8 * i + at.g), r * rho[i]);
+        }
+    }
+};
+
+// Decays from column block j to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
+template <class C, int w>
+__device__ __forceinline__ float4 column_factors(uint32_t t, int j, const Lane &at) {
+    float4 c = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16);
+    if constexpr (C::kL2Norm) {
+        const float4 r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
+        c.x *= r.x, c.y *= r.y, c.z *= r.z, c.w *= r.w;
+    }
+    return c;
+}
+
 // Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row.
 template <class C, int w, bool kSecond>
 __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, int l) {
     const Lane at(l);
-    float n0, n1;
-    if constexpr (kSecond) {  // kNegBeta is overwritten by now
-        n0 = -ptx::ld_shared_f32(t + 4 * (table::kBeta + at.g)), n1 = -ptx::ld_shared_f32(t + 4 * (table::kBeta + 8 + at.g));
-        if constexpr (C::kL2Norm)
-            n0 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g)),
-                n1 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + 8 + at.g));
-    } else {
-        n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
-        n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
-    }
+    float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
+          n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
+    if constexpr (C::kL2Norm)
+        n0 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g)), n1 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + 8 + at.g));
     if constexpr (w > 0) {
         const float f0 = n0 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + at.g));
         const float f1 = n1 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 8 + at.g));
-        constexpr int kDecay = (C::kL2Norm ? table::kColumnDecayNormK : table::kColumnDecay) + 64 * (w - 1);
 #pragma unroll
         for (int j = 0; j < w; j++) {
             const float *b = d + 8 * j;
-            const float4 c = ptx::ld_shared_v4_f32(t + 4 * (kDecay + 16 * (j - w)) + at.q * 16);
+            const float4 c = column_factors<C, w>(t, j, at);
             const float m[8] = {b[0] * f0 * c.x, b[1] * f0 * c.y, b[2] * f1 * c.x, b[3] * f1 * c.y,
                                 b[4] * f0 * c.z, b[5] * f0 * c.w, b[6] * f1 * c.z, b[7] * f1 * c.w};
             uint32_t block[4];
@@ -168,43 +202,51 @@ __device__ __forceinline__ void diagonal_decays(float (&e)[6], Diagonal &n, uint
     n.left[0] *= e[2], n.left[1] *= e[3];
 }
 
-// The weights of the warp's rows of L to the table, for rows g and g + 8 as one pair.
-__device__ __forceinline__ void store_weights(const Diagonal &n, Weights &weights, uint32_t left, uint32_t t, int l) {
-    const Lane at(l);
+// What the lane has of the weights of rows g and g + 8 of L, as one pair. `to`: the lane's word, lanes of a row side by side.
+__device__ __forceinline__ void store_weights(const Diagonal &n, Weights &weights, uint32_t left, uint32_t to) {
     weights.add(0, pack_f16(n.a[0], n.a[1])), weights.add(1, pack_f16(n.e[0], n.e[1])), weights.add(1, left);
     const __half2 most =
         __hmax2(__lows2half2(weights.most[0], weights.most[1]), __highs2half2(weights.most[0], weights.most[1]));
-    __half2 sum = __hadd2(__lows2half2(weights.sum[0], weights.sum[1]), __highs2half2(weights.sum[0], weights.sum[1]));
-    sum = __hadd2(sum, __hmul2(__hgt2(most, __float2half2_rn(kMostElement)), __float2half2_rn(16.0f)));
-#pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2) sum = __hadd2(sum, __shfl_xor_sync(~0u, sum, mask));
-    if (at.q == 0) ptx::st_shared_u32(t + 4 * (table::kWeights + at.g), *reinterpret_cast<uint32_t *>(&sum));
+    const __half2 sum = __hadd2(__lows2half2(weights.sum[0], weights.sum[1]), __highs2half2(weights.sum[0], weights.sum[1]));
+    const __half2 weight = __hfma2(__hgt2(most, __float2half2_rn(kMostElement)), __float2half2_rn(16.0f), sum);
+    ptx::st_shared_u32(to, *reinterpret_cast<const uint32_t *>(&weight));
 }
 
-// The first token of the chunk that needs two terms, or kChunk; the same in all lanes. Sums are in whole numbers, so that their
-// order does not matter.
-__device__ __forceinline__ int first_precise(uint32_t t, int l) {
+// Weights in whole numbers, so that the order of their sums does not matter. A row that is too much alone, or not a number, is
+// too much for the chunk.
+constexpr float kWeightUnit = 1024.0f;
+constexpr int kMostWhole = static_cast<int>(kMostWeight * kWeightUnit);
+__device__ __forceinline__ int whole_weight(float x) {
+    return x <= kMostInRow ? static_cast<int>(x * kWeightUnit) : kMostWhole + 1;
+}
+
+// Rows 16 i + j and 16 i + 8 + j, j < 8; number: 8 i + j.
+__device__ __forceinline__ float2 row_weights(uint32_t weights, int number) {
+    const uint4 x = ptx::ld_shared_v4_u32(weights + 16 * number);
+    const auto pair = [](const uint32_t &bits) { return *reinterpret_cast<const __half2 *>(&bits); };
+    return __half22float2(__hadd2(__hadd2(pair(x.x), pair(x.y)), __hadd2(pair(x.z), pair(x.w))));
+}
+
+// Weight of all rows of the chunk; the same in all lanes.
+__device__ __forceinline__ int chunk_weight(uint32_t weights, int l) {
+    const float2 own = row_weights(weights, Lane(l).lane);
+    return __reduce_add_sync(~0u, whole_weight(own.x) + whole_weight(own.y));
+}
+
+// The first token of the chunk that needs two terms, or kChunk; the same in all lanes.
+__device__ __forceinline__ int first_precise(uint32_t weights, int l) {
     const Lane at(l);
-    constexpr float kUnit = 1024.0f;
-    constexpr int kMost = static_cast<int>(kMostWeight * kUnit);
-    const auto whole = [](float x) { return x <= kMostInRow ? static_cast<int>(x * kUnit) : kMost + 1; };
-    const auto pair = [&](int row) {  // rows 16 i + g and 16 i + 8 + g
-        const uint32_t bits = ptx::ld_shared_u32(t + 4 * (table::kWeights + row / 16 * 16 + row % 8));
-        return __half22float2(*reinterpret_cast<const __half2 *>(&bits));
-    };
-    const float2 own = pair(at.lane / 8 * 16 + at.lane % 8);
-    if (__reduce_add_sync(~0u, whole(own.x) + whole(own.y)) <= kMost) return kChunk;
-    const int row = 2 * at.lane;
-    const float2 x = pair(row), y = pair(row + 1);
-    const int even = whole(row & 8 ? x.y : x.x), odd = whole(row & 8 ? y.y : y.x);
+    const int row = 2 * at.lane, number = row / 16 * 8 + row % 8;
+    const float2 x = row_weights(weights, number), y = row_weights(weights, number + 1);
+    const int even = whole_weight(row & 8 ? x.y : x.x), odd = whole_weight(row & 8 ? y.y : y.x);
     int through = even + odd;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(~0u, through, step);
         if (at.lane >= step) through += other;
     }
-    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, through > kMost))) - 1;
-    return 2 * owner + (__shfl_sync(~0u, through - odd, owner) > kMost ? 0 : 1);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, through > kMostWhole))) - 1;
+    return 2 * owner + (__shfl_sync(~0u, through - odd, owner) > kMostWhole ? 0 : 1);
 }
 
 __device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
@@ -279,11 +321,10 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     if constexpr (w > 0) {
         const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
         const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
-        constexpr int kDecay = C::kL2Norm ? table::kColumnDecayNormK : table::kColumnDecay;
 #pragma unroll
         for (int j = 0; j < w; j++) {
             const float *b = d + 8 * j;
-            const float4 c = ptx::ld_shared_v4_f32(t + 4 * (kDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16);
+            const float4 c = column_factors<C, w>(t, j, at);
             ptx::stmatrix_x4(
                 to ^ (j * 32),
                 {term<T, kSecond>(b[0] * c.x * f0, b[1] * c.y * f0), term<T, kSecond>(b[2] * c.x * f1, b[3] * c.y * f1),
@@ -291,17 +332,12 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
         }
     }
     const float *b = d + 8 * w;
-    float s0 = scale, s1 = scale;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
-    if constexpr (C::kL2Norm) {
-        s0 = ptx::ld_shared_f32(t + 4 * (table::kScaledNormQ + at.g)),
-        s1 = ptx::ld_shared_f32(t + 4 * (table::kScaledNormQ + 8 + at.g));
-        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
-    }
+    if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
-                                     term<T, kSecond>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
-                                     term<T, kSecond>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
+    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * scale * r.x), b[1] * (e[1] * scale * r.y)),
+                                     term<T, kSecond>(b[2] * (e[2] * scale * r.x), b[3] * (e[3] * scale * r.y)), 0,
+                                     term<T, kSecond>(b[6] * (e[4] * scale * r.z), b[7] * (e[5] * scale * r.w))});
 }
 
 // Block (i, j) of A^, i > j.
@@ -323,20 +359,22 @@ __device__ __forceinline__ void pack_block(uint32_t (&r)[4], const float (&d)[8]
     for (int i = 0; i < 4; i++) r[i] = pack_f16(d[2 * i], d[2 * i + 1]);
 }
 
-// The blocks of the inverse below the diagonal, and, woven in behind the first products, the warp's row of P.
-// M, X, X10: addresses of the lane; tw: table at the warp's first row.
+// The blocks of the inverse below the diagonal, and, woven in behind the first products, the warp's row of P and the chunk's
+// weight. M, X, X10: addresses of the lane; tw: table at the warp's first row.
 template <class C>
 struct Substitution {
-    uint32_t tw, M, X, X10, A, P, x10_barrier;
+    uint32_t tw, M, X, X10, A, P, weights, x10_barrier;
     float scale;
     int lane;
 
     __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (i * (i - 1) / 2 + j) * 512; }
     __device__ __forceinline__ uint32_t x(int i) const { return X + i * 512; }
 
+    // The result is the chunk's weight.
     template <int w>
-    __device__ __forceinline__ void run(const float (&qk)[32], const float (&e)[6]) const {
+    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6]) const {
         uint32_t a[4], b[4];
+        int weight;
         if constexpr (w == 0) {  // block 30
             float z[8] = {}, y1[8] = {}, y0[8] = {};
             ptx::ldmatrix_x4(a, x(3));
@@ -344,6 +382,7 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
             ptx::ldmatrix_x4_trans(b, m(3, 0)), multiply(y0, a, b);
             store_p<C, w>(qk, e, tw, P, scale, lane);
+            weight = chunk_weight(weights, lane);
             float x32[8] = {};
             pack_block(a, z);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
@@ -363,6 +402,7 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
             ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
             store_p<C, w>(qk, e, tw, P, scale, lane);
+            weight = chunk_weight(weights, lane);
             uint32_t a0[4];
             pack_block(a, y1);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(r1, a, b);
@@ -378,6 +418,7 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
             ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
             store_p<C, w>(qk, e, tw, P, scale, lane);
+            weight = chunk_weight(weights, lane);
             pack_block(a, z);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
             pack_block(a, x32);
@@ -396,8 +437,10 @@ struct Substitution {
             ptx::stmatrix_x4(X10, a);
             ptx::bar_arrive(x10_barrier, 96);
             store_p<C, w>(qk, e, tw, P, scale, lane);
+            weight = chunk_weight(weights, lane);
             store_a<C, 1, 0>(x10, A, lane);
         }
+        return weight;
     }
 };
 

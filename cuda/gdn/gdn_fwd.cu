@@ -1,5 +1,5 @@
 // Which kernels a gdn_fwd call becomes: whole sequences per CTA, V cut in two, or segments of sequences joined by their
-// transitions.
+// transitions: the first segments' outputs and, at the same time, the middle ones' transitions; the join; the other outputs.
 #include "gdn.h"
 
 #include "common/device_guard.h"
@@ -65,21 +65,22 @@ static void launch_join(const KernelParams &params) {
 // Few pairs of sequence and head: 64 columns of V for a CTA, so that each pair runs on two.
 static bool narrow(const DeltaParams &p, int multiprocessors) { return p.N * p.HV * 2 <= multiprocessors; }
 
-// How many segments run at once, or 0 where sequences are not cut: asked not to, too few free multiprocessors, or one sequence
-// (whose length is known here) that is too short. Lengths are on the device, which has the last word (choose_segment_tokens).
-static int slots(const DeltaParams &p, int multiprocessors) {
-    if (p.splits == 1 || !narrow(p, multiprocessors)) return 0;
-    const int64_t fit = multiprocessors / (p.HV * (p.V / 64)), slots = fit < kMaxSlots ? fit : kMaxSlots;
-    if (slots < 3 || slots <= p.N) return 0;
+// How many middle segments run beside the first ones, or 0 where sequences are not cut: asked not to, too few free
+// multiprocessors, or one sequence (whose length is known here) that is too short. Lengths are on the device, which has the last
+// word (choose_segment_tokens).
+static int middle_segments(const DeltaParams &p, int multiprocessors) {
+    if (p.splits == 1 || p.N > kMaxCutSequences) return 0;
+    const int64_t middles = (multiprocessors / p.HV - p.N * (p.V / 64)) / 2;  // N and M of each
+    if (middles < 1) return 0;
     const int chunks = static_cast<int>((p.T + kChunk - 1) / kChunk);
-    const int per_sequence = static_cast<int>(p.cu_seqlens ? slots - (p.N - 1) : slots / p.N);
+    const int per_sequence = static_cast<int>(p.cu_seqlens ? middles : middles / p.N) + 2;
     const int segment = (chunks + per_sequence - 1) / per_sequence, least = least_segment_chunks(chunks);
-    return cut_pays(segment < least ? least : segment, chunks) ? static_cast<int>(slots) : 0;
+    return cut_pays(segment < least ? least : segment, chunks) ? static_cast<int>(middles) : 0;
 }
 
-// Workspace: the segments' transitions, then the length of a segment.
-static uint64_t segment_bytes(const DeltaParams &p, int slots) {
-    return static_cast<uint64_t>(slots * p.HV * 2 * p.K * p.V * 4);
+// Workspace: states and transitions of the segments, then the length of a segment.
+static uint64_t segment_bytes(const DeltaParams &p, int middles) {
+    return static_cast<uint64_t>((middles + p.N) * p.HV * 2 * p.K * p.V * 4);
 }
 
 }  // namespace gdn
@@ -92,8 +93,8 @@ bool gdn_chunked_fits(const DeltaParams &p) {
 }
 
 uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
-    const int slots = gdn::slots(p, multiprocessors);
-    return slots == 0 ? 0 : gdn::segment_bytes(p, slots) + 32;  // 16 of them to align it
+    const int middles = gdn::middle_segments(p, multiprocessors);
+    return middles == 0 ? 0 : gdn::segment_bytes(p, middles) + 32;  // 16 of them to align it
 }
 
 void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
@@ -101,14 +102,22 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     DeviceGuard guard(p.device);
     const TensorMaps maps = {tile_map("q", p.q, p.B, p.T, p.H, p.K), tile_map("k", p.k, p.B, p.T, p.H, p.K),
                              tile_map("v", p.v, p.B, p.T, p.HV, p.V), tile_map("o", p.o, p.B, p.T, p.HV, p.V)};
-    KernelParams params = {p,       slots(p, multiprocessors),   nullptr,
-                           nullptr, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};
-    if (params.slots != 0) {
+    KernelParams params = {p,
+                           middle_segments(p, multiprocessors),
+                           Part::Whole,
+                           nullptr,
+                           nullptr,
+                           static_cast<float>(p.scale),
+                           static_cast<float>(p.lower_bound)};
+    if (params.middles != 0) {
         char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 15);
         params.g_segments = reinterpret_cast<float *>(workspace);
-        params.g_segment_tokens = reinterpret_cast<int *>(workspace + segment_bytes(p, params.slots));
+        params.g_segment_tokens = reinterpret_cast<int *>(workspace + segment_bytes(p, params.middles));
+        params.part = Part::First;
+        launch_pass<Pass::Outputs>(params, maps, multiprocessors, true);
         launch_pass<Pass::Transition>(params, maps, multiprocessors, false);
         p.K == 128 ? launch_join<128>(params) : launch_join<64>(params);
+        params.part = Part::Later;
     }
     launch_pass<Pass::Outputs>(params, maps, multiprocessors, narrow(p, multiprocessors));
 }

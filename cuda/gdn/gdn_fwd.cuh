@@ -4,10 +4,11 @@
 //
 // Grid: persistent CTAs over items (items.cuh): a sequence or a segment of one, a value head, 64 or 128 columns of V.
 // Block: warpgroup 0: warp 0 loads, warps 1 and 3 compute the gates' factors, warp 2 stores; then the state warpgroups
-// (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). All meet at mbarriers only:
-//   tiles (K, Q) and values (V): load -> gates under l2norm, AUX, state; tables: gates -> AUX, state; products (A^, P): AUX ->
-//   state; output_ready: state -> store, which gives the values' stage back.
-// Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 210 KB at K = V = 128.
+// (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). Roles meet at mbarriers only:
+//   tiles (K, Q): load -> AUX, gates under l2norm; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
+//   tile and table as well; values (V): load -> state; output_ready: state -> store, which gives the values' stage back.
+// Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 224 KB at K = V = 128,
+// 228 KB with 64 columns.
 #pragma once
 #include <cstddef>
 
@@ -22,13 +23,14 @@ namespace linattn::cuda::gdn {
 
 template <class C>
 __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
-    constexpr uint32_t kStateWarps = 4 * C::kStateGroups, kAuxWarps = 4;
+    constexpr uint32_t kStateWarps = 4 * C::kStateGroups, kAuxWarps = 4;  // of the group that has the chunk
     smem.item_ring().init(1, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2));
-    smem.tiles().init(1, kStateWarps + kAuxWarps);
+    smem.tiles().init(1, kStateWarps + C::kAuxGroups * kAuxWarps);
     smem.values().init(1, C::kOutputs ? 1 : kStateWarps);
-    smem.tables().init(1, kStateWarps + kAuxWarps);
+    smem.tables().init(1, kAuxWarps);
     smem.products().init(kAuxWarps, kStateWarps);
     for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
+    for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), 1);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
     for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
     ptx::fence_mbarrier_init();
@@ -40,16 +42,17 @@ __device__ __forceinline__ void plan(const KernelParams &params, Smem<C> &smem) 
     const DeltaParams &p = params.p;
     if (threadIdx.x / 32 == 0) {
         int segment_tokens = kUncut;
-        if constexpr (C::kOutputs) {
-            if (params.slots != 0) segment_tokens = *params.g_segment_tokens;
-        } else {
+        if (C::kOutputs && params.part == Part::Later)
+            segment_tokens = *params.g_segment_tokens;
+        else if (!C::kOutputs || params.part == Part::First)
             segment_tokens = choose_segment_tokens(params);
-            if (blockIdx.x == 0 && threadIdx.x == 0) *params.g_segment_tokens = segment_tokens;
-        }
-        const uint32_t segments = segment_tokens == kUncut ? static_cast<uint32_t>(p.N) : params.slots;
         if (threadIdx.x == 0) {
+            if (C::kOutputs && params.part == Part::First && blockIdx.x == 0) *params.g_segment_tokens = segment_tokens;
             smem.segment_tokens = segment_tokens;
-            smem.items = C::kOutputs || segment_tokens != kUncut ? segments * static_cast<uint32_t>(p.HV) * kPieces<C> : 0;
+            int segments = static_cast<int>(p.N);
+            if (!C::kOutputs || params.part == Part::Later)
+                segments = segment_tokens == kUncut ? 0 : C::kOutputs ? slots(params) : params.middles;
+            smem.items = segments * static_cast<uint32_t>(p.HV) * kPieces<C>;
         }
     }
     __syncthreads();
@@ -74,7 +77,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                    const __grid_constant__ CUtensorMap map_o) {
     extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
-    ptx::griddepcontrol_wait();  // what the kernels before left in the workspace
+    // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
+    // the join, which waits for it, finds the states of both.
+    if constexpr (C::kOutputs) ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 128) init_barriers<C>(smem);
     // Blocks above the diagonal of A^ and P stay zero for good.
@@ -92,7 +97,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (warp == 0)
             load<C>(params, &map_q, &map_k, &map_v, smem);
         else if (warp == 2) {
-            if constexpr (C::kOutputs) store_outputs<C>(params, &map_o, smem);
+            if constexpr (C::kOutputs)
+                store_outputs<C>(params, &map_o, smem);
+            else
+                ptx::griddepcontrol_wait();
         } else
             gates<C>(params, smem, warp / 2);
     } else if (group <= C::kStateGroups) {
@@ -109,13 +117,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
-    const int64_t items = (params.slots > params.p.N ? params.slots : params.p.N) * params.p.HV * kPieces<C>;
+    int64_t segments = params.p.N;
+    if (!C::kOutputs || params.part == Part::Later) segments = C::kOutputs ? slots(params) : params.middles;
+    const int64_t items = segments * params.p.HV * kPieces<C>;
     LaunchConfig config;
     config.grid.x = items < multiprocessors ? items : multiprocessors;
     config.block.x = C::kThreads;
+    // The two SMs of a TPC get CTAs of the same kernel: where First and Transition run side by side on every TPC, each took
+    // more than twice its time.
+    if (params.part != Part::Whole && config.grid.x % 2 == 0) config.cluster.x = 2;
+    static_assert(sizeof(Smem<C>) <= 232448, "shared memory of a CTA");
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    config.programmatic = C::kOutputs && params.slots != 0;
+    config.programmatic = !C::kOutputs || params.part == Part::Later;
     launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o);
 }
 

@@ -7,11 +7,17 @@ namespace linattn::cuda::gdn {
 
 struct KernelParams {
     DeltaParams p;
-    int slots;                 // segments of all sequences together that run at once, N at least; 0: sequences are never cut
-    float *g_segments;         // [slots][HV][2][D][D], V-first: N, then the state before the segment; M
-    int *g_segment_tokens;     // what the Transition pass chose
+    int middles;               // segments that are neither first nor last, all sequences', which run at once; 0: no cut
+    Part part;                 // of the Outputs pass
+    float *g_segments;         // [slots(p)][HV][2][D][D], V-first: the state before the segment; its M
+    int *g_segment_tokens;     // what was chosen
     float scale, lower_bound;  // of p, in float
 };
+
+// Places in the workspace: every segment but the first of each sequence.
+__host__ __device__ __forceinline__ int slots(const KernelParams &params) {
+    return params.middles + static_cast<int>(params.p.N);
+}
 
 struct TensorMaps {
     CUtensorMap q, k, v, o;
@@ -64,10 +70,10 @@ __device__ __forceinline__ int segments_of(int length, int segment_tokens) {
 }
 
 // Tokens of a segment: few enough for all segments to run at once, but not so few that the hops of the states from segment to
-// segment take longest; kUncut where a cut does not pay. The transitions of a segment take about as long as its outputs, a hop
-// nearly as long as a chunk, the launches and the first tiles kLaunchChunks chunks' time; segments of L chunks out of c cost
-// 2 L + c / L, least at L^2 = c / 2.
-constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 6, kMaxSlots = 96;
+// segment take longest; kUncut where a cut does not pay. First segments and the transitions of the middle ones take about as
+// long as the later segments' outputs, a hop nearly as long as a chunk, the launches and the first tiles kLaunchChunks chunks'
+// time; segments of L chunks out of c cost 2 L + c / L, least at L^2 = c / 2.
+constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 6, kMaxCutSequences = 96;
 
 constexpr __host__ __device__ __forceinline__ int least_segment_chunks(int longest_chunks) {
     int least = 1;
@@ -79,62 +85,79 @@ constexpr __host__ __device__ __forceinline__ bool cut_pays(int segment_chunks, 
     return 2 * segment_chunks + (longest_chunks - 1) / segment_chunks + kLaunchChunks < longest_chunks;
 }
 
-// By a converged warp, for at most kMaxSlots sequences.
+// By a converged warp, for at most kMaxCutSequences sequences.
 __device__ __forceinline__ int choose_segment_tokens(const KernelParams &params) {
-    int chunks[kMaxSlots / 32], longest = 1;
+    int chunks[kMaxCutSequences / 32], longest = 1;
 #pragma unroll
-    for (int i = 0; i < kMaxSlots / 32; i++) {
+    for (int i = 0; i < kMaxCutSequences / 32; i++) {
         const int n = 32 * i + threadIdx.x % 32;
         int bos, length = 0;
         if (n < static_cast<int>(params.p.N)) sequence_range(params.p, n, bos, length);
-        chunks[i] = n < static_cast<int>(params.p.N) ? (length > kChunk ? (length - 1) / kChunk + 1 : 1) : 0;
+        chunks[i] = length > kChunk ? (length - 1) / kChunk + 1 : 1;
         longest = chunks[i] > longest ? chunks[i] : longest;
     }
     longest = __reduce_max_sync(~0u, longest);
-    int least = least_segment_chunks(longest), most = longest;  // `most` leaves N segments, which is few enough
+    int least = least_segment_chunks(longest), most = longest;  // `most` leaves no middle segments, which is few enough
     while (least < most) {
-        const int middle = (least + most) / 2;
+        const int length = (least + most) / 2;
         int count = 0;
 #pragma unroll
-        for (int i = 0; i < kMaxSlots / 32; i++) count += (chunks[i] + middle - 1) / middle;
-        if (__reduce_add_sync(~0u, count) <= params.slots)
-            most = middle;
+        for (int i = 0; i < kMaxCutSequences / 32; i++) {
+            const int segments = (chunks[i] + length - 1) / length;
+            count += segments > 2 ? segments - 2 : 0;
+        }
+        if (__reduce_add_sync(~0u, count) <= params.middles)
+            most = length;
         else
-            least = middle + 1;
+            least = length + 1;
     }
     return cut_pays(most, longest) ? most * kChunk : kUncut;
 }
 
-// Sequence and place in it of segment `index`, in the order of the sequences; sequence = N past the end. By a converged warp;
-// the same in every lane.
-__device__ __forceinline__ void find_segment(const DeltaParams &p, int segment_tokens, int index, int &sequence, int &within) {
-    sequence = index;
-    within = 0;
-    if (segment_tokens == kUncut) return;
+// Segment `index` of those that a pass has, in the order of the sequences, and its place in the workspace. Sequences have
+// `fewer` segments less in this pass, the first of them among those. sequence = N past the end. By a converged warp; the same
+// in every lane.
+__device__ __forceinline__ void find_segment(const DeltaParams &p, int segment_tokens, int fewer, int index, int &sequence,
+                                             int &within, int &slot) {
     const int N = static_cast<int>(p.N), lane = threadIdx.x % 32;
-    int before = 0;  // segments of the sequences before this group of 32
+    int before = 0, slots_before = 0;  // of the sequences before this group of 32
     for (int first = 0; first < N; first += 32) {
-        int count = 0, bos, length;
+        int segments = 1, bos, length;
         if (first + lane < N) {
             sequence_range(p, first + lane, bos, length);
-            count = segments_of(length, segment_tokens);
+            segments = segments_of(length, segment_tokens);
         }
-        int through = count;
+        const int count = segments > fewer ? segments - fewer : 0;
+        int through = count, slots_through = segments - 1;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, through, step);
-            if (lane >= step) through += other;
+            const int other = __shfl_up_sync(~0u, through, step), other_slots = __shfl_up_sync(~0u, slots_through, step);
+            if (lane >= step) through += other, slots_through += other_slots;
         }
         const uint32_t beyond = __ballot_sync(~0u, before + through > index);
         if (beyond != 0) {
             const int owner = __ffs(static_cast<int>(beyond)) - 1;
             sequence = first + owner;
-            within = index - before - __shfl_sync(~0u, through - count, owner);
+            within = 1 + index - before - __shfl_sync(~0u, through - count, owner);
+            slot = slots_before + __shfl_sync(~0u, slots_through - (segments - 1), owner) + within - 1;
             return;
         }
         before += __shfl_sync(~0u, through, 31);
+        slots_before += __shfl_sync(~0u, slots_through, 31);
     }
     sequence = N;
+}
+
+// Place in the workspace of the state before the second segment of a sequence. By a converged warp.
+__device__ __forceinline__ int first_slot(const DeltaParams &p, int segment_tokens, int sequence) {
+    int before = 0;
+    for (int first = 0; first < sequence; first += 32) {
+        const int n = first + threadIdx.x % 32;
+        int bos, length = 0;
+        if (n < sequence) sequence_range(p, n, bos, length);
+        before += segments_of(length, segment_tokens) - 1;
+    }
+    return __reduce_add_sync(~0u, before);
 }
 
 // Pieces of one segment and head: V cut into CTAs, or N and M.
@@ -144,7 +167,7 @@ constexpr int kPieces = C::kOutputs ? C::D / C::kColumns : 2;
 // Are the sequences taken in the order of their lengths? Only where there are more items than CTAs and not too many sequences.
 template <class C>
 __device__ __forceinline__ bool in_order(const KernelParams &params, const Smem<C> &smem) {
-    return params.p.cu_seqlens && params.p.N <= kMaxSorted && smem.items > gridDim.x;
+    return params.p.cu_seqlens && params.part == Part::Whole && params.p.N <= kMaxSorted && smem.items > gridDim.x;
 }
 
 // The item of a CTA in a round over the grid, into shared memory, by all lanes of a warp alike. Items come with the longest
@@ -159,24 +182,26 @@ __device__ __forceinline__ void find_item(const KernelParams &params, const Smem
     const uint32_t HV = static_cast<uint32_t>(p.HV), pair = index / kPieces<C>;
     item.head = pair % HV;
     item.head_qk = item.head / (HV / static_cast<uint32_t>(p.H));
-    item.segment = pair / HV;
     const int segment_tokens = smem.segment_tokens;
-    int sequence, within, bos, length;
-    find_segment(p, segment_tokens, item.segment, sequence, within);
-    if (sequence >= p.N) return;
-    if (in_order<C>(params, smem)) sequence = smem.order[sequence];
+    int sequence = pair / HV, within = 0, slot = 0, bos, length;
+    if (!C::kOutputs || params.part == Part::Later) {
+        find_segment(p, segment_tokens, C::kOutputs ? 1 : 2, sequence, sequence, within, slot);
+        if (sequence >= p.N) return;
+    } else if (params.part == Part::First) {
+        slot = first_slot(p, segment_tokens, sequence);
+    } else if (in_order<C>(params, smem)) {
+        sequence = smem.order[sequence];
+    }
     sequence_range(p, sequence, bos, length);
     length -= within * segment_tokens;
     const bool first = within == 0, last = length <= segment_tokens;
     const int row = read_row(p, sequence);
-    // A padding sequence computes nothing. Nobody needs the transition of a last segment, nor M of a first one, whose N starts
-    // from the initial state.
-    const bool unneeded = row < 0 || (!C::kOutputs && (last || (first && item.piece == 1)));
+    item.slot = slot;
     item.sequence = sequence;
     item.batch = p.cu_seqlens ? 0 : sequence;
     item.bos = bos + within * segment_tokens;
     item.cleared = row < 0 && first ? length : 0;
-    item.length = unneeded ? 0 : last ? length : segment_tokens;
+    item.length = row < 0 ? 0 : last ? length : segment_tokens;  // a padding sequence computes nothing
     item.read_row = row;
     item.first = first;
     item.last = last;

@@ -34,11 +34,6 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
     RingState<kTileStages> place;
     RingState<kItemStages> slot;
     uint32_t tail_phase = 0;
-    // Who takes every second chunk (a gate warp that reads the tiles, an AUX group of two) does not see the phase of the chunk
-    // between; with three stages its own chunk's parity is then told from that of the use before only if tiles land in order.
-    constexpr bool kInOrder = C::kL2Norm || C::kAuxGroups == 2;
-    RingState<kTileStages> before;
-    bool loaded = false;
     for (uint32_t round = 0; round * gridDim.x < smem.items; round++) {
         smem.item_ring().wait_empty(slot);
         Item &item = smem.item[slot.stage];
@@ -58,10 +53,6 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
             const uint32_t tile_full = smem.tiles().full(place.stage), value_full = smem.values().full(place.stage);
             constexpr uint32_t kTileBytes = S::Tile::kBytes * (C::kOutputs ? 2 : 1);
             smem.tiles().wait_empty(place);
-            if constexpr (kInOrder) {
-                if (loaded) smem.tiles().wait_full(before);
-                before = place, loaded = true;
-            }
             if (lane == 0) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : tile_full, kTileBytes);
                 load_tile<typename S::Tile>(k, map_k, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);

@@ -11,8 +11,6 @@
 
 namespace linattn::cuda::gdn {
 
-constexpr uint32_t kPreciseBarrier = 3;  // named barriers, one a group: all four warps
-
 struct Terms {
     uint32_t first[4], second[4];
 };
@@ -174,7 +172,7 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
                                  kX10Barrier + group,
                                  first,
                                  lane};
-    ptx::bar_sync(kPreciseBarrier + group, 128);  // the first pass is over in all warps
+    ptx::bar_sync(kGroupBarrier + group, 128);  // the first pass is over in all warps
     ptx::wgmma_wait_group<0>();
     ptx::register_fence(d);
     Weights weights;
@@ -183,9 +181,9 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     });
     diagonal_decays(e, n, tw, lane);
     inverse.invert_diagonal(n, w);
-    ptx::bar_sync(kPreciseBarrier + group, 128);
+    ptx::bar_sync(kGroupBarrier + group, 128);
     for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
-    ptx::bar_sync(kPreciseBarrier + group, 128);  // before the next chunk's M
+    ptx::bar_sync(kGroupBarrier + group, 128);  // before the next chunk's M
 }
 
 // Group `group` has the chunks whose number in the CTA is group mod kAuxGroups.
@@ -210,11 +208,17 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
         for (; chunks > 0; chunks--, tile.advance(), factors.advance(), product.advance()) {
             if constexpr (C::kAuxGroups == 2) {
                 others = !others;
-                if (others) continue;
+                if (others) {  // no phase may go by unseen, or its parity would pass for that of the next but one
+                    smem.tiles().wait_full(tile);
+                    __syncwarp();
+                    if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
+                    continue;
+                }
             }
             const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
             const uint32_t t = ptx::shared_address(smem.table[factors.stage]), tw = t + 64 * w;
             const uint32_t M = ptx::shared_address(scratch.M[parity]), X = ptx::shared_address(scratch.X[parity]);
+            const uint32_t row_sums = ptx::shared_address(scratch.weights[parity]);
             const uint32_t A = ptx::shared_address(smem.a[product.stage]);
             const uint32_t P = C::kOutputs ? ptx::shared_address(smem.p[product.stage]) : 0;
             smem.tiles().wait_full(tile);
@@ -222,8 +226,14 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             Diagonal diagonal;
             Weights weights;
             smem.tables().wait_full(factors);
+            KeyNorms norms;
+            if constexpr (C::kL2Norm) norms.read(tw, lane);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(d);
+            if constexpr (C::kL2Norm) {
+                for_warp(w, [&](auto warp) { norms.write(d + 8 * decltype(warp)::value, tw, lane); });
+                ptx::bar_sync(kGroupBarrier + group, 128);
+            }
             for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value, false>(d, diagonal, weights, tw, M, lane); });
             if constexpr (C::kOutputs) {
                 issue_product<C>(d, ptx::shared_address(smem.q[tile.stage]), k);
@@ -237,8 +247,8 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             float e[6];
             diagonal_decays(e, diagonal, tw, lane);
             const uint32_t left = pack_f16(diagonal.left[0], diagonal.left[1]);
+            store_weights(diagonal, weights, left, row_sums + 128 * w + 4 * Lane(lane).lane);
             invert_diagonal<C>(diagonal, left, X, A, w, lane);
-            store_weights(diagonal, weights, left, tw, lane);
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(inverse_ready);
             if constexpr (C::kOutputs) {
@@ -246,33 +256,34 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 ptx::register_fence(d);
             }
             ptx::mbarrier_wait_parity(inverse_ready, parity);
-            const int first = first_precise(t, lane);
-            if (lane == 0) {
-                if (first == kChunk) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
-                if (w == 0) ptx::st_shared_u32(t + 4 * table::kFirstPrecise, first);
-            }
             const Substitution<C> substitution{tw,
                                                M + 16 * lane,
                                                X + 16 * lane,
                                                ptx::shared_address(scratch.X10[parity]) + 16 * lane,
                                                A,
                                                P,
+                                               row_sums,
                                                kX10Barrier + group,
                                                params.scale,
                                                lane};
-            for_warp(w, [&](auto warp) { substitution.template run<decltype(warp)::value>(d, e); });
-            precise_before = first < kChunk;
-            if (precise_before) {  // lane + 0 is a lane the compiler does not know: nothing derived from it is kept so long
+            int weight;
+            for_warp(w, [&](auto warp) { weight = substitution.template run<decltype(warp)::value>(d, e); });
+            precise_before = weight > kMostWhole;
+            int first = kChunk;
+            if (precise_before) {
                 RingState<C::kProductStages> second = product;
                 for (int i = 0; i < C::kAuxGroups; i++) second.advance();
                 smem.products().wait_empty(second);
+                first = first_precise(row_sums, lane);
+                // lane + 0 is a lane that the compiler does not know: nothing derived from it is kept so long
                 precise_products<C>(params, smem, scratch, group, d, k, tw, product.stage, second.stage, parity, first, w,
                                     lane + (first >> 16));
-                if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
             }
             ptx::fence_proxy_async_shared_cta();
             __syncwarp();
             if (lane == 0) {
+                if (w == 0) ptx::st_shared_u32(t + 4 * table::kFirstPrecise, first);
+                ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
                 ptx::mbarrier_arrive(smem.products().full(product.stage));
                 ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
             }

@@ -28,6 +28,10 @@ __device__ __forceinline__ int opaque_lane() {
 //   Transition: the affine map S -> M S + N of the segment, as two items: N starts from zero, M from the identity without v.
 enum class Pass { Outputs, Transition };
 
+// Which segments an Outputs launch has. Of a cut sequence the first segment needs nobody's transition and the last one has none:
+// First runs beside the Transition pass, which has those between the first and the last; Later, after the join, the rest.
+enum class Part { Whole, First, Later };
+
 // kVCols: columns of V that a CTA owns, one state warpgroup for each 64 of them.
 template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf>
 struct Config {
@@ -52,48 +56,47 @@ struct Config {
 };
 
 // Row factors of one chunk, in floats from the start of the table. G is the inclusive sum of log2 decays, ref(i) the first
-// token of i's block of 16. Column tables are in the order of an accumulator: tokens 2q, 2q+1, 8+2q, 9+2q of a block lie together.
+// token of i's block of 16. Column tables are in the order of an accumulator: tokens 2q, 2q+1, 8+2q, 9+2q of a block lie
+// together. By the gate warps, but for kFirstPrecise and what l2norm adds: that is AUX's.
 namespace table {
-constexpr int kNegBeta = 0;  // -beta_i, times 1/|k_i| under l2norm; then weights of rows of L
-constexpr int kWeights = kNegBeta;
-constexpr int kRowDecay = kNegBeta + 64;              // 2^(G_i - G_ref(i))
-constexpr int kRowDecayScaled = kRowDecay + 64;       // ... times scale (and 1/|q_i|)
-constexpr int kG = kRowDecayScaled + 64;              // G_i
-constexpr int kColumnG = kG + 64;                     // G_j, column order
-constexpr int kColumnBeta = kColumnG + 64;            // beta_j, column order (times 1/|k_j|)
-constexpr int kColumnDecay = kColumnBeta + 64;        // [3][64] 2^(G_16w - G_j), w = 1..3, column order
-constexpr int kBeta = kColumnDecay + 192;             // beta_i
-constexpr int kBetaGamma = kBeta + 64;                // beta_i 2^G_i (times 1/|k_i|)
-constexpr int kRho = kBetaGamma + 64;                 // 2^(G_last - G_i) (times 1/|k_i|)
-constexpr int kScaledGamma = kRho + 64;               // scale 2^G_i (times 1/|q_i|)
-constexpr int kChunkDecay = kScaledGamma + 64;        // 2^G_last, one number
-constexpr int kFirstPrecise = kChunkDecay + 1;        // by AUX: the first token in two terms, as an integer
-constexpr int kColumnNormK = kChunkDecay + 4;         // 1/|k_j|, column order; from here on for l2norm only
-constexpr int kColumnDecayNormK = kColumnNormK + 64;  // kColumnDecay times 1/|k_j|
-constexpr int kNormK = kColumnDecayNormK + 192;       // 1/|k_i|
-constexpr int kScaledNormQ = kNormK + 64;             // scale/|q_i|
-constexpr int kFloats = kChunkDecay + 4, kFloatsL2Norm = kScaledNormQ + 64;
+constexpr int kNegBeta = 0;                      // -beta_i
+constexpr int kRowDecay = kNegBeta + 64;         // 2^(G_i - G_ref(i))
+constexpr int kRowDecayScaled = kRowDecay + 64;  // ... times scale
+constexpr int kG = kRowDecayScaled + 64;         // G_i
+constexpr int kColumnG = kG + 64;                // G_j, column order
+constexpr int kColumnDecay = kColumnG + 64;      // [3][64] 2^(G_16w - G_j), w = 1..3, column order
+constexpr int kBeta = kColumnDecay + 192;        // beta_i
+constexpr int kBetaGamma = kBeta + 64;           // beta_i 2^G_i (AUX: times 1/|k_i|)
+constexpr int kRho = kBetaGamma + 64;            // 2^(G_last - G_i) (AUX: times 1/|k_i|)
+constexpr int kScaledGamma = kRho + 64;          // scale 2^G_i
+constexpr int kChunkDecay = kScaledGamma + 64;   // 2^G_last, one number
+constexpr int kFirstPrecise = kChunkDecay + 1;   // by AUX: the first token in two terms, as an integer
+constexpr int kColumnNormK = kChunkDecay + 4;    // 1/|k_j|, column order; from here on for l2norm only, by AUX
+constexpr int kNormK = kColumnNormK + 64;        // 1/|k_i|
+constexpr int kFloats = kChunkDecay + 4, kFloatsL2Norm = kNormK + 64;
 
 // Place of token j in a column table.
 __device__ __forceinline__ int column_order(int j) { return (j & ~15) + 4 * ((j & 7) >> 1) + 2 * ((j & 15) >> 3) + (j & 1); }
 }  // namespace table
 
-// Chunks in flight. Tables run further ahead, because the gate warps wait for global memory.
-constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 4, kItemStages = 4;
+// Chunks in flight. Tables run further ahead: what they wait for (global memory, gate, AUX, state) is longer than four chunks.
+constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 8, kItemStages = 4;
 
 // Up to so many sequences are taken in the order of their lengths.
 constexpr int kMaxSorted = 256;
 
 // One chunk's scratch for the inverse: 16x16 blocks in fp16, each four 8x8 tiles of 128 bytes (lane address 16 lane).
 struct InverseScratch {
-    uint8_t M[2][6 * 512];  // -L below the diagonal blocks, block (i, j) at i(i-1)/2 + j; double buffered by chunk
-    uint8_t X[2][4 * 512];  // inverses of the diagonal blocks
-    uint8_t X10[2][512];    // block (1, 0) of the inverse
+    uint8_t M[2][6 * 512];     // -L below the diagonal blocks, block (i, j) at i(i-1)/2 + j; double buffered by chunk
+    uint8_t X[2][4 * 512];     // inverses of the diagonal blocks
+    uint8_t X10[2][512];       // block (1, 0) of the inverse
+    uint32_t weights[2][128];  // of rows of L, see store_weights in aux.cuh
 };
 
 // One piece of work, found by the load warp (items.cuh) and read by the other roles.
 struct Item {
-    int sequence, head, head_qk, batch, segment;
+    int sequence, head, head_qk, batch;
+    int slot;               // place in the workspace of the state before the segment; before the next one, for a first segment
     int bos, length;        // first token, in the row of B, and tokens
     int cleared;            // rows of o from bos on that are zero: the tokens of a padding sequence
     int piece;              // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M
@@ -116,6 +119,7 @@ struct alignas(1024) Smem {
     uint8_t p[C::kOutputs ? C::kProductStages : 0][Product::kBytes];
     InverseScratch inverse[C::kAuxGroups];
     float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
+    float query_norm[C::kL2Norm && C::kOutputs ? kTileStages : 0][kChunk];  // 1/|q_i|, in the stage of the tile
     Item item[kItemStages];
     uint32_t items;  // of the launch, see items.cuh
     int segment_tokens;
@@ -123,7 +127,8 @@ struct alignas(1024) Smem {
     uint16_t order[kMaxSorted];  // the sequences, the longest first
     uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
         product_barriers[2 * C::kProductStages], item_barriers[2 * kItemStages];
-    uint64_t output_ready[kValueStages];    // O of a chunk lies where its V was
+    uint64_t output_ready[kValueStages];  // O of a chunk lies where its V was
+    uint64_t query_norm_ready[kTileStages];
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
 

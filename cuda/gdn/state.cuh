@@ -6,124 +6,26 @@
 // S, U and V' never cross shared memory. A^ is strictly lower: its unit diagonal is the U that the accumulator of A^ U starts
 // from, in fp32, so that the largest part of V' is rounded once, as the operand of P V' and K^T V''.
 // Groups in issue order, per chunk:
-//   pack S -> [K S] -> [Q S]; V fragments; wait 1; U -> [A^ U]; S *= gamma_C; wait 1; O *= scale gamma; wait 0; V' -> [P V'];
-//   V'' = rho V' -> [K^T V'']; wait 1; O to shared memory where V was; wait 0
+//   pack S -> [K S] -> [Q S]; S *= gamma_C; V fragments, times beta; wait 1; U -> [A^ U]; wait 1; O *= scale gamma; wait 0;
+//   V' -> [P V']; V'' = rho V' -> [K^T V'']; wait 1; O, times 1/|q| under l2norm, to shared memory where V was; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
+// Two warpgroups would set out together whenever AUX has finished a chunk, and then want the tensor cores at the same time and
+// leave them idle at the same time. So they take turns: one issues K S once the other has issued P V'.
 #pragma once
+#include <type_traits>
+
+#include "fragments.cuh"
 #include "items.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "states.cuh"
 #include "terms.cuh"
 
 namespace linattn::cuda::gdn {
 
-// The thread's elements of S^T: s[4j + 2r + i] is (v = row + 8r, k = 8j + column + i).
-template <int kCount>
-struct StatePlace {
-    int64_t first, step_k, step_v;  // element offsets of (row, column), to the next k, to the next v
-    __device__ __forceinline__ StatePlace(const Tensor &t, int64_t row, int head, int v, int k)
-        : first(row * t.stride[0] + head * t.stride[1] + k * t.stride[2] + v * t.stride[3]),
-          step_k(t.stride[2]),
-          step_v(t.stride[3]) {}
-
-    template <class F>
-    __device__ __forceinline__ void for_each(F f) const {
-#pragma unroll
-        for (int j = 0; j < kCount / 4; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int64_t at = first + (8 * j + i) * step_k;
-                f(4 * j + i, at);
-                f(4 * j + 2 + i, at + 8 * step_v);
-            }
-    }
-};
-
-template <int kCount>
-__device__ __forceinline__ void load_state(float (&s)[kCount], const Tensor &t, int64_t row, int head, int v, int k) {
-    const StatePlace<kCount> place(t, row, head, v, k);
-    if (t.dtype == DType::F32) {
-        const float *from = reinterpret_cast<const float *>(t.data);
-        place.for_each([&](int i, int64_t at) { s[i] = from[at]; });
-    } else {
-        const __nv_bfloat16 *from = reinterpret_cast<const __nv_bfloat16 *>(t.data);
-        place.for_each([&](int i, int64_t at) { s[i] = __bfloat162float(from[at]); });
-    }
-}
-
-template <int kCount>
-__device__ __forceinline__ void store_state(const float (&s)[kCount], const Tensor &t, int64_t row, int head, int v, int k) {
-    const StatePlace<kCount> place(t, row, head, v, k);
-    if (t.dtype == DType::F32) {
-        float *to = reinterpret_cast<float *>(t.data);
-        place.for_each([&](int i, int64_t at) { to[at] = s[i]; });
-    } else {
-        __nv_bfloat16 *to = reinterpret_cast<__nv_bfloat16 *>(t.data);
-        place.for_each([&](int i, int64_t at) { to[at] = __float2bfloat16_rn(s[i]); });
-    }
-}
-
-// The workspace's states as a tensor [segments][HV][K][V], V-first; which = 0: N, or the state before the segment, 1: M.
-template <int D>
-__device__ __forceinline__ Tensor segment_states(const KernelParams &params, int which) {
-    Tensor t;
-    t.data = reinterpret_cast<char *>(params.g_segments + which * (D * D));
-    t.dtype = DType::F32;
-    t.stride[0] = params.p.HV * (2 * D * D), t.stride[1] = 2 * D * D, t.stride[2] = 1, t.stride[3] = D;
-    return t;
-}
-
-// Row of `checkpoints` for the i-th checkpoint of a sequence, -1 for none. By a converged warp.
-__device__ __forceinline__ int64_t checkpoint_row(const DeltaParams &p, int sequence, int i) {
-    const int every = static_cast<int>(p.checkpoint_every);
-    int64_t row;
-    if (p.checkpoint_indices) {
-        if (i >= p.M) return -1;
-        row = load_index(p.checkpoint_indices, sequence * p.checkpoint_indices.stride[0] + i * p.checkpoint_indices.stride[1]);
-    } else if (!p.cu_seqlens) {
-        row = sequence * (p.T / every) + i;
-    } else {
-        int before = 0;
-        for (int m = threadIdx.x % 32; m < sequence; m += 32) {
-            int bos, length;
-            sequence_range(p, m, bos, length);
-            before += length / every;
-        }
-#pragma unroll
-        for (int mask = 16; mask > 0; mask /= 2) before += __shfl_xor_sync(~0u, before, mask);
-        row = int64_t{before} + i;
-    }
-    return row >= 0 && row < p.C ? row : -1;
-}
-
-// d (+)= a B for the fragments a of a 64 x 16 n matrix and B^T (K-major) or B (MN-major) in shared memory.
-template <class T, ptx::Major kMajor, class Tile, int kSteps, int kCount>
-__device__ __forceinline__ void issue(float (&d)[kCount], const uint32_t (&a)[kSteps][4], uint32_t low, bool accumulate) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-        const uint32_t step = (kMajor == ptx::Major::K ? Tile::offset(0, 16 * s) : Tile::offset(16 * s, 0)) >> 4;
-        const uint32_t high = kMajor == ptx::Major::K ? Tile::k_major_high() : Tile::mn_major_high();
-        ptx::wgmma_rs<T, kMajor>(d, a[s], ptx::wgmma_descriptor(low + step, high), s > 0 || accumulate);
-    }
-    ptx::wgmma_commit_group();
-}
-
-template <class T, int kSteps>
-__device__ __forceinline__ void pack(uint32_t (&a)[kSteps][4], const float (&d)[8 * kSteps]) {
-#pragma unroll
-    for (int s = 0; s < kSteps; s++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[s][i] = ptx::cvt_rn_x2<T>(d[8 * s + 2 * i], d[8 * s + 2 * i + 1]);
-}
-
-template <int kSteps>
-__device__ __forceinline__ void register_fence(uint32_t (&a)[kSteps][4]) {
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) ptx::register_fence(a[s]);
-}
+constexpr uint32_t kTurnBarrier = 5;  // named barriers: turn of state warpgroup 0, of 1
 
 // Which 64 columns of the CTA's.
 __device__ __forceinline__ int state_group() { return threadIdx.x / 128 - 1; }
@@ -153,17 +55,28 @@ struct StateLoop {
         }
     }
 
-    // U = beta (V - Gamma K S), K S in x.
-    __device__ __forceinline__ static void updates(float (&x)[32], const uint32_t (&fv)[4][4], uint32_t t) {
+    // beta V.
+    __device__ __forceinline__ static void weighted_values(float (&bv)[32], const uint32_t (&fv)[4][4], uint32_t t) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 beta = ptx::ld_shared_v2_f32(t + 4 * table::kBeta + j * 32);
-            const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kBetaGamma + j * 32);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const float2 value = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
-                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], beta.x * value.x);
-                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], beta.y * value.y);
+                bv[4 * j + 2 * r] = beta.x * value.x, bv[4 * j + 2 * r + 1] = beta.y * value.y;
+            }
+        }
+    }
+
+    // U = beta V - beta Gamma K S, K S in x.
+    __device__ __forceinline__ static void updates(float (&x)[32], const float (&bv)[32], uint32_t t) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 gamma = ptx::ld_shared_v2_f32(t + 4 * table::kBetaGamma + j * 32);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                x[4 * j + 2 * r] = fmaf(-gamma.x, x[4 * j + 2 * r], bv[4 * j + 2 * r]);
+                x[4 * j + 2 * r + 1] = fmaf(-gamma.y, x[4 * j + 2 * r + 1], bv[4 * j + 2 * r + 1]);
             }
         }
     }
@@ -178,11 +91,17 @@ struct StateLoop {
     }
 
     // O to where V was; the products and the table are no longer needed.
-    __device__ __forceinline__ void store_outputs(const float (&o)[32], uint32_t v, int lane) const {
+    __device__ __forceinline__ void store_outputs(float (&o)[32], uint32_t v, int lane) const {
         __syncwarp();
-        if (lane == 0) {
-            ptx::mbarrier_arrive(smem.products().empty(product.stage));
-            ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
+        if (lane == 0) ptx::mbarrier_arrive(smem.products().empty(product.stage));
+        if constexpr (C::kL2Norm) {
+            ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
+            const uint32_t norms = ptx::shared_address(smem.query_norm[tile.stage]) + (lane & 3) * 8;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float2 r = ptx::ld_shared_v2_f32(norms + j * 32);
+                o[4 * j] *= r.x, o[4 * j + 1] *= r.y, o[4 * j + 2] *= r.x, o[4 * j + 3] *= r.y;
+            }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -202,25 +121,50 @@ struct StateLoop {
             ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
             if constexpr (!C::kOutputs) {
                 ptx::mbarrier_arrive(smem.products().empty(product.stage));
-                ptx::mbarrier_arrive(smem.tables().empty(factors.stage));
                 ptx::mbarrier_arrive(smem.values().empty(value.stage));
             }
         }
         tile.advance(), value.advance(), factors.advance(), product.advance();
     }
 
-    __device__ __forceinline__ void chunk(float (&s)[C::D / 2], bool has_values) {
-        const int lane = opaque_lane(), w = threadIdx.x / 32 % 4, q8 = (lane & 3) * 8, group = state_group();
-        const uint32_t k = ptx::shared_address(smem.k[tile.stage]);
-        const uint32_t t = ptx::shared_address(smem.table[factors.stage]) + q8;
-        // 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in the order of a
-        // fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-        const uint32_t v = ptx::shared_address(smem.v[value.stage]) + group * (kChunk * 128) +
-                           ((lane & 7) + (lane & 16) / 2) * 128 + ((w * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
+    // Gives the turn to the other warpgroup.
+    __device__ __forceinline__ static void hand_over() {
+        if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (state_group() ^ 1), 256);
+    }
+
+    // Waits for A^ and P (AUX waited for K, Q and the table) and for the turn; chunk_decay: 2^G_last. The result is the first token
+    // that needs two terms, or kChunk.
+    __device__ __forceinline__ int begin(float &chunk_decay) const {
+        smem.products().wait_full(product);
+        const uint32_t t = ptx::shared_address(smem.table[factors.stage]);
+        const float2 decay_first = ptx::ld_shared_v2_f32(t + 4 * table::kChunkDecay);  // and kFirstPrecise
+        if constexpr (C::kStateGroups == 2) ptx::bar_sync(kTurnBarrier + state_group(), 256);
+        chunk_decay = decay_first.x;
+        return __float_as_int(decay_first.y);
+    }
+
+    // S while a chunk of correlated keys is computed. In local memory at K = 128: else ptxas, short of registers there, keeps S
+    // elsewhere than in the accumulators in the other chunks as well, and moves it to and fro.
+    using Kept = std::conditional_t<C::D == 128 && C::kOutputs, volatile float, float>;
+
+    // Addresses of the lane. v: 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in
+    // the order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    struct Addresses {
+        uint32_t k, t, v;
+        __device__ __forceinline__ Addresses(const StateLoop &loop, int lane)
+            : k(ptx::shared_address(loop.smem.k[loop.tile.stage])),
+              t(ptx::shared_address(loop.smem.table[loop.factors.stage]) + (lane & 3) * 8),
+              v(ptx::shared_address(loop.smem.v[loop.value.stage]) + state_group() * (kChunk * 128) +
+                ((lane & 7) + (lane & 16) / 2) * 128 + ((threadIdx.x / 32 % 4 * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16) {}
+    };
+
+    __device__ __forceinline__ void chunk(float (&s)[C::D / 2], bool has_values, float chunk_decay) {
+        const int lane = opaque_lane();
+        const Addresses at(*this, lane);
+        const uint32_t k = at.k, t = at.t, v = at.v;
         uint32_t fs[C::D / 16][4];
         float x[32], o[32];
         pack<T>(fs, s);
-        smem.tiles().wait_full(tile);
         ptx::register_fence(x), register_fence(fs);
         issue<T, ptx::Major::K, typename S::Tile>(x, fs, S::Tile::k_major_low(k, 0, 0), false);
         if constexpr (C::kOutputs) {
@@ -228,27 +172,25 @@ struct StateLoop {
             issue<T, ptx::Major::K, typename S::Tile>(
                 o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
         }
+        // Here the multiplications fill the wait for K S; among the instructions that issue A^ U they would hold it up.
+        if (chunk_decay != 1.0f) {
+#pragma unroll
+            for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
+        }
         smem.values().wait_full(value);
         uint32_t fv[4][4];
         load_values(fv, v, has_values);
-        smem.tables().wait_full(factors);
+        float bv[32];
+        weighted_values(bv, fv, t);
+        ptx::register_fence(bv);
         ptx::wgmma_wait_group<C::kOutputs ? 1 : 0>();
         ptx::register_fence(x);
-        updates(x, fv, t);
+        updates(x, bv, t);
         uint32_t fu[4][4];
         pack<T>(fu, x);
-        smem.products().wait_full(product);
         ptx::register_fence(x), register_fence(fu);
         issue<T, ptx::Major::K, typename S::Product>(
             x, fu, S::Product::k_major_low(ptx::shared_address(smem.a[product.stage]), 0, 0), true);
-        const float2 decay_first = ptx::ld_shared_v2_f32(t - q8 + 4 * table::kChunkDecay);  // and kFirstPrecise
-        if (__any_sync(~0u, __float_as_int(decay_first.y) < kChunk)) {
-            precise_chunk(s, x, o, k, t, v, has_values, decay_first.x, __float_as_int(decay_first.y));
-            return;
-        }
-        const float chunk_decay = decay_first.x;
-#pragma unroll
-        for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
         if constexpr (C::kOutputs) {
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
@@ -264,6 +206,7 @@ struct StateLoop {
             issue<T, ptx::Major::K, typename S::Product>(
                 o, fw, S::Product::k_major_low(ptx::shared_address(smem.p[product.stage]), 0, 0), true);
         }
+        hand_over();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 rho = ptx::ld_shared_v2_f32(t + 4 * table::kRho + j * 32);
@@ -282,8 +225,25 @@ struct StateLoop {
         finish(lane);
     }
 
-    // Tokens from `first` on: x += factor (A1 b0 + A0 b1 + A0 b0), factor by row of x; kFirst: with the last product. In two halves,
-    // for want of registers.
+    // x = S X^T, 32 of the 64 tokens at once: fewer registers that must lie together.
+    __device__ __forceinline__ static void state_product(float (&x)[32], const Kept (&s)[C::D / 2], uint32_t tile_x) {
+        uint32_t fs[C::D / 16][4];
+#pragma unroll
+        for (int i = 0; i < C::D / 4; i++) fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float z[16];
+            ptx::register_fence(z), register_fence(fs);
+            issue<T, ptx::Major::K, typename S::Tile>(z, fs, S::Tile::k_major_low(tile_x, 32 * half, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(z);
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[16 * half + i] = z[i];
+        }
+    }
+
+    // Tokens from `first` on: x += factor (A1 b0 + A0 b1 + A0 b0), factor by row of x; kFirst: with the last product. In two
+    // halves, for want of registers.
     template <class Term, bool kFirst>
     __device__ __forceinline__ void add_products(float (&x)[32], const uint32_t (&b0)[4][4], const uint32_t (&b1)[4][4],
                                                  const uint8_t *A0, const uint8_t *A1, float factor0, float factor1, int first,
@@ -306,23 +266,18 @@ struct StateLoop {
         }
     }
 
-    // S packed once more, so that what the chunk began with need not be kept: `nothing` is 0, which the compiler cannot know.
-    __device__ __forceinline__ static void pack_again(uint32_t (&fs)[C::D / 16][4], const float (&s)[C::D / 2],
-                                                      uint32_t nothing) {
+    __device__ __forceinline__ static void pack_kept(uint32_t (&fs)[C::D / 16][4], const Kept (&s)[C::D / 2]) {
 #pragma unroll
-        for (int i = 0; i < C::D / 4; i++)
-            fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(__uint_as_float(__float_as_uint(s[2 * i]) ^ nothing),
-                                                 __uint_as_float(__float_as_uint(s[2 * i + 1]) ^ nothing));
+        for (int i = 0; i < C::D / 4; i++) fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(s[2 * i], s[2 * i + 1]);
     }
 
     // Tokens from `first` on: x += (what packing left of S) X^T, X = K or Q.
-    __device__ __forceinline__ void add_second_terms(float (&x)[32], const float (&s)[C::D / 2], uint32_t nothing,
-                                                     uint32_t tile_x, int first, int lane) const {
+    __device__ __forceinline__ void add_second_terms(float (&x)[32], const Kept (&s)[C::D / 2], uint32_t tile_x, int first,
+                                                     int lane) const {
         uint32_t fs[C::D / 16][4];
 #pragma unroll
         for (int i = 0; i < C::D / 4; i++) {
-            const float a = __uint_as_float(__float_as_uint(s[2 * i]) ^ nothing),
-                        b = __uint_as_float(__float_as_uint(s[2 * i + 1]) ^ nothing);
+            const float a = s[2 * i], b = s[2 * i + 1];
             fs[i / 4][i % 4] = second_term<T>(ptx::cvt_rn_x2<T>(a, b), a, b);
         }
 #pragma unroll
@@ -340,31 +295,30 @@ struct StateLoop {
         }
     }
 
-    // The chunk again from U on, where keys are correlated: sums over V' cancel, and with them must what rounding left. Tokens
-    // from `first` on take two terms of each operand. U goes through A^ in fp16, because two terms in bf16 are too few where
-    // beta is 2, with a power of 2 for each column of V that brings its largest element to 2^14 .. 2^15; V' in T.
-    __device__ __forceinline__ void precise_chunk(float (&s)[C::D / 2], float (&x)[32], float (&o)[32], uint32_t k, uint32_t t,
-                                                  uint32_t v, bool has_values, float chunk_decay, int first) {
+    // A chunk of correlated keys: sums over V' cancel, and with them must what rounding left. Tokens from `first` on take two terms
+    // of each operand. U goes through A^ in fp16, because two terms in bf16 are too few where beta is 2, with a power of 2 for each
+    // column of V that brings its largest element to 2^14 .. 2^15; V' in T.
+    __device__ __forceinline__ void precise_chunk(float (&state)[C::D / 2], bool has_values, float chunk_decay, int first) {
         int second = product.stage + C::kAuxGroups;  // stage of the second terms
         second -= second >= C::kProductStages ? C::kProductStages : 0;
-        const uint32_t nothing = static_cast<uint32_t>(first) >> 16, nothing2 = static_cast<uint32_t>(first) >> 15;
-        const int lane = static_cast<int>(threadIdx.x % 32 + nothing);
+        const int lane = opaque_lane();
+        const Addresses at(*this, lane);
+        const uint32_t k = at.k, t = at.t, v = at.v;
         const uint8_t *A0 = smem.a[product.stage], *A1 = smem.a[second];
-        ptx::wgmma_wait_group<0>();  // what was begun is thrown away, its registers are needed
-        ptx::register_fence(x);
-        if constexpr (C::kOutputs) ptx::register_fence(o);
-        float y[32];
+        hand_over();  // neither warpgroup waits for the other's many products
+        Kept kept[C::D / 2];
+#pragma unroll
+        for (int i = 0; i < C::D / 2; i++) kept[i] = state[i];
+        float x[32], o[32], y[32];
+        state_product(y, kept, k);
+        add_second_terms(y, kept, k, first, lane);
+        smem.values().wait_full(value);
         {
-            uint32_t fs[C::D / 16][4];
-            pack_again(fs, s, nothing);
-            ptx::register_fence(y), register_fence(fs);
-            issue<T, ptx::Major::K, typename S::Tile>(y, fs, S::Tile::k_major_low(k, 0, 0), false);
-            ptx::wgmma_wait_group<0>();
-            ptx::register_fence(y);
-            add_second_terms(y, s, static_cast<uint32_t>(first) >> 17, k, first, lane);
             uint32_t fv[4][4];
             load_values(fv, v, has_values);
-            updates(y, fv, t);
+            float bv[32];
+            weighted_values(bv, fv, t);
+            updates(y, bv, t);
         }
         {
             uint32_t fu[4][4];
@@ -413,7 +367,7 @@ struct StateLoop {
         if constexpr (C::kOutputs) {
             {
                 uint32_t fs[C::D / 16][4];
-                pack_again(fs, s, nothing2);
+                pack_kept(fs, kept);
                 ptx::register_fence(o), register_fence(fs);
                 issue<T, ptx::Major::K, typename S::Tile>(
                     o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
@@ -435,8 +389,9 @@ struct StateLoop {
             b0[i / 4][i % 4] = ptx::cvt_rn_x2<T>(a, b);
             b1[i / 4][i % 4] = second_term<T>(b0[i / 4][i % 4], a, b);
         }
+        float s[C::D / 2];
 #pragma unroll
-        for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
+        for (int i = 0; i < C::D / 2; i++) s[i] = kept[i] * chunk_decay;
         register_fence(b0), register_fence(b1);
         if constexpr (C::kOutputs) store_outputs(o, v, lane);
         ptx::register_fence(s), register_fence(b0), register_fence(b1);
@@ -445,6 +400,8 @@ struct StateLoop {
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(s);
         finish(lane);
+#pragma unroll
+        for (int i = 0; i < C::D / 2; i++) state[i] = s[i];
     }
 };
 
@@ -455,6 +412,7 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
     const int row = 64 * state_group() + 16 * (threadIdx.x / 32 % 4) + lane / 4, k = 2 * (lane % 4);
     StateLoop<C> loop{smem, {}, {}, {}, {}};
     float s[C::D / 2];
+    if (C::kStateGroups == 2 && state_group() == 1) ptx::bar_arrive(kTurnBarrier, 256);
     ItemReader<C> items{smem};
     while (true) {
         const Item &item = items.next();
@@ -462,38 +420,57 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
         if (item.read_row < 0 || (!C::kOutputs && item.length == 0)) continue;
         const int v = row + (C::kOutputs ? item.piece * C::kColumns : 0);
         const bool transition_M = !C::kOutputs && item.piece == 1;
-        if (C::kOutputs && !(item.first && item.last)) {
-            load_state(s, segment_states<C::D>(params, 0), item.segment, item.head, v, k);
-        } else if (item.first && p.state_in) {
+        if (C::kOutputs && !item.first) {
+            load_state(s, segment_states<C::D>(params, 0), item.slot, item.head, v, k);
+        } else if (C::kOutputs && p.state_in) {
             load_state(s, p.state_in, item.read_row, item.head, v, k);
         } else {
 #pragma unroll
             for (int i = 0; i < C::D / 2; i++)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
-        for (int at = 0; at < item.length; at += kChunk) {
-            loop.chunk(s, !transition_M);
-            if constexpr (C::kOutputs) {
-                if (p.checkpoint_every && at + kChunk <= item.length) {
-                    const int every = static_cast<int>(p.checkpoint_every);
-                    int bos, length;
-                    sequence_range(p, item.sequence, bos, length);
-                    const int done = item.bos - bos + at + kChunk;
-                    if (done % every == 0) {
-                        const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
-                        if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
+        int left = item.length;
+        while (true) {
+            // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
+            float chunk_decay;
+            int first = kChunk;
+#pragma unroll 1
+            for (; true; left -= kChunk) {
+                if constexpr (C::kOutputs) {
+                    if (p.checkpoint_every && left >= 0 && left < item.length) {
+                        const int every = static_cast<int>(p.checkpoint_every);
+                        int bos, length;
+                        sequence_range(p, item.sequence, bos, length);
+                        const int done = item.bos - bos + item.length - left;
+                        if (done % every == 0) {
+                            const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
+                            if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
+                        }
                     }
                 }
+                if (left <= 0) break;
+                first = loop.begin(chunk_decay);
+                if (__any_sync(~0u, first < kChunk)) break;
+                loop.chunk(s, !transition_M, chunk_decay);
             }
+            if (left <= 0) break;
+            loop.precise_chunk(s, !transition_M, chunk_decay, first);
+            left -= kChunk;
         }
         if constexpr (C::kOutputs) {
-            if (!item.last || !p.state_out) continue;
+            if (!item.last) {
+                if (item.first) store_state(s, segment_states<C::D>(params, 0), item.slot, item.head, v, k);
+                continue;
+            }
+            if (!p.state_out) continue;
             const int to = pool_row(p.write_indices, item.sequence, p.F);
             if (to >= 0) store_state(s, p.state_out, to, item.head, v, k);
         } else {
-            store_state(s, segment_states<C::D>(params, item.piece), item.segment, item.head, v, k);
+            // N is what the next segment starts from but for M S.
+            store_state(s, segment_states<C::D>(params, item.piece), item.slot + (transition_M ? 0 : 1), item.head, v, k);
         }
     }
+    if (C::kStateGroups == 2 && state_group() == 0) ptx::bar_sync(kTurnBarrier, 256);  // the other's last hand-over
 }
 
 }  // namespace linattn::cuda::gdn

@@ -192,6 +192,7 @@ inline void complete(uint32_t b, int n) {
 inline float ex2_approx_ftz(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float lg2_approx_ftz(float x) { return std::log2(x); }
 inline float rcp_approx_ftz(float x) { return 1.0f / x; }
+inline float rsqrt_approx_ftz(float x) { return 1.0f / std::sqrt(x); }
 inline uint32_t b16(float x) {
     __nv_bfloat16 h = __float2bfloat16_rn(x);
     uint16_t r;

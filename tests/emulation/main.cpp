@@ -29,6 +29,7 @@ struct Case {
     float cosine = -1, beta = -1;          // of the keys, if not negative: correlated; if not negative
     float size = 1, length = 1, gate = 1;  // of v; of the keys; if negative: g of all tokens
     bool along = false;                    // queries like the keys
+    int every = 1;                         // correlated: the keys of every so many blocks of 64 tokens
 };
 void run(const Case &c) {
     int D = c.D, HV = c.HV, H = c.H, N = c.dense ? c.dense : c.lens.size(), T = 0;
@@ -48,7 +49,7 @@ void run(const Case &c) {
             for (int h = 0; h < heads; h++) {
                 float r[128], s = 0;
                 for (int d = 0; d < D; d++) r[d] = rnd() + (norm && c.mode == 2 ? 3.f : 0), s += r[d] * r[d];
-                if (correlated) {
+                if (correlated && t / 64 % c.every == 0) {
                     float n = std::sqrt(s), a = std::sqrt(c.cosine / base_norm), b = std::sqrt(1 - c.cosine) / n;
                     s = 0;
                     for (int d = 0; d < D; d++) r[d] = a * base[d] + b * r[d], s += r[d] * r[d];
@@ -189,27 +190,29 @@ void run(const Case &c) {
     fflush(stdout);
 }
 int main(int argc, char **argv) {
-    std::vector<Case> cs = {{"plain", {128}, 1, 1},
-                            {"narrow tails", {70, 0, 1, 64, 130}, 1, 2},
-                            {"wide", {70, 0, 1, 64, 130, 65}, 1, 2, 128, true, false, true, true, 1, 8},
-                            {"wide l2, few CTAs", {70, 0, 1, 64, 130, 200}, 1, 2, 128, true, true, true, false, 1, 5},
-                            {"D64", {70, 0, 1, 64, 130}, 1, 2, 64, true, true},
-                            {"fp16", {70, 130}, 1, 2, 128, false, true},
-                            {"resets", {200, 70}, 1, 2, 128, true, false, true, false, 1, 132, 1},
-                            {"correlated", {200}, 1, 1, 128, true, false, true, false, 0, 132, 2},
-                            {"cut", {1500}, 1, 2, 128, true, false, true, false, 0.02},
-                            {"cut no init vfirst", {1100, 64, 300}, 1, 2, 128, true, true, false, true, 0.02, 40},
-                            {"cut D64", {1500}, 1, 2, 64, true, true, true, false, 0.02},
-                            {"dense", {100}, 1, 1, 128, true, false, true, false, 1, 132, 0, 0, 3},
-                            {"dense cut", {1000}, 1, 1, 128, true, false, true, false, 0.02, 16, 0, 0, 2},
-                            {"cut ckpt", {1000, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
-                            {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
-                            {"padding cut", {700, 65, 10}, 1, 1, 128, true, false, true, false, .02, 16, 0, 5, 0, 0, 0, true},
-                            {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
-                            {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
-                            {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
-                            {"one key 200", {200}, 1, 1, 128, true, false, false, false, 0, 132, 3},
-                            {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
+    std::vector<Case> cs = {
+        {"plain", {128}, 1, 1},
+        {"narrow tails", {70, 0, 1, 64, 130}, 1, 2},
+        {"wide", {70, 0, 1, 64, 130, 65}, 1, 2, 128, true, false, true, true, 1, 8},
+        {"wide l2, few CTAs", {70, 0, 1, 64, 130, 200}, 1, 2, 128, true, true, true, false, 1, 5},
+        {"D64", {70, 0, 1, 64, 130}, 1, 2, 64, true, true},
+        {"fp16", {70, 130}, 1, 2, 128, false, true},
+        {"resets", {200, 70}, 1, 2, 128, true, false, true, false, 1, 132, 1},
+        {"correlated", {200}, 1, 1, 128, true, false, true, false, 0, 132, 2},
+        {"cut", {1500}, 1, 2, 128, true, false, true, false, 0.02},
+        {"cut no init vfirst", {1100, 64, 300}, 1, 2, 128, true, true, false, true, 0.02, 40},
+        {"cut D64", {1500}, 1, 2, 64, true, true, true, false, 0.02},
+        {"dense", {100}, 1, 1, 128, true, false, true, false, 1, 132, 0, 0, 3},
+        {"dense cut", {1900}, 1, 1, 128, true, false, true, false, 0.02, 20, 0, 0, 2},
+        {"cut ckpt", {1500, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
+        {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
+        {"padding cut", {1500, 1400, 10}, 1, 1, 128, true, false, true, false, .02, 20, 0, 5, 0, 0, 0, true},
+        {"cut in three", {2400}, 1, 4, 128, true, true, true, false, 0.02, 16},
+        {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
+        {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"one key 200", {200}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
     auto hard = [&](const char *name, std::vector<int> lens, float cosine, float beta, float g, bool along) -> Case & {
         Case c;
         c.name = std::string("hard ") + name;
@@ -236,6 +239,10 @@ int main(int argc, char **argv) {
     Case &two = hard("keys of length 2 that decay", {300}, 1, 1, 0, false);  // 1 - beta |k|^2 = -3, times 1/3.05
     two.length = 2, two.gate = -std::log(3.05f), two.D = 64, two.init = true;
     hard("near keys, cut", {1100}, 0.9999f, 1, 0, true).HV = 2;
+    hard("near keys now and then", {700}, 0.9999f, -1, 0.1f, false).every = 3;
+    hard("near keys now and then, l2norm", {130, 400}, 0.9999f, -1, 0.1f, false).every = 2, cs.back().l2 = true;
+    hard("near keys now and then, wide", {130, 400, 64, 300}, 0.9999f, -1, 0.1f, false).every = 2, cs.back().sms = 3;
+    hard("near keys now and then, wide, l2", {500}, 0.9999f, -1, 0.1f, false).every = 3, cs.back().sms = 1, cs.back().l2 = true;
     for (auto &c : cs)
         if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
     printf("BAD %d\n", bad);
