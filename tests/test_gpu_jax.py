@@ -55,7 +55,7 @@ def test_forward(case):
     check("cuda" in str(eager.o.devices()).lower(), f"o is on {eager.o.devices()}")
     want = expect(case.op, make(case), case.keywords)
     check_outputs(host(eager.o), want.o, case.dtype, case.spans)
-    check_states(host(eager.final_state), want.final_state, case.state, "cuda/recurrent")
+    check_states(host(eager.final_state), want.final_state, case.state, "cuda/chunked")
     same(jax.jit(op)(*positional, **arrays), eager)
     compiled = jax.jit(lambda *a: op(*(x * 1 for x in a), **arrays)).lower(*positional).compile()
     for _ in range(5):  # XLA puts what it runs again into a command buffer

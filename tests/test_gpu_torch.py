@@ -136,6 +136,8 @@ def test_models(gpu, name):
     except ImportError:
         pytest.skip(f"this transformers has no {name}")
     heads = {key: 64 for key in sizes if key.startswith("linear_") and key.endswith("_dim")}
+    # Every expert sees every token: a choice that rounding turns is another gradient.
+    heads["num_experts_per_tok"] = sizes.get("num_experts") or sizes["num_local_experts"]
     torch.manual_seed(0)
     config = getattr(package, config_class)(**(sizes | heads))
     model = getattr(package, model_class)(config).eval().to(torch.bfloat16)
