@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,14 +58,25 @@ def _find_library() -> Path:
     return path
 
 
-def _open() -> tuple[Any, Any, Path]:
+def _installed_cdef() -> Any:
+    """Of the package as it is installed, where Python runs in its source tree, whose folder comes first and has no library."""
+    package = importlib.import_module(_PACKAGE)
+    package.__path__ = pkgutil.extend_path(package.__path__, _PACKAGE)
+    importlib.invalidate_caches()
     try:
-        ffi = importlib.import_module(f"{_PACKAGE}._cdef").ffi
+        return importlib.import_module(f"{_PACKAGE}._cdef").ffi
     except ModuleNotFoundError as error:
         raise ImportError(
             f"pylinattn: the module {error.name} is missing. Install the package (pip install ., or "
             f"pip install -e . to work on it), which brings cffi and generates pylinattn._cdef."
         ) from error
+
+
+def _open() -> tuple[Any, Any, Path]:
+    try:
+        ffi = importlib.import_module(f"{_PACKAGE}._cdef").ffi
+    except ModuleNotFoundError:
+        ffi = _installed_cdef()
     path = _find_library()
     try:
         lib = ffi.dlopen(os.fspath(path))

@@ -235,6 +235,31 @@ def test_the_header_compiles_alone(tmp_path, standard):
     check(done.returncode == 0, done.stderr)
 
 
+def test_runs_in_a_source_tree(tmp_path):
+    """`pip install . && python -m pylinattn`: Python takes the package of the current folder, which has no library."""
+    here = pathlib.Path(pylinattn.__file__).parent
+    shutil.copytree(
+        here,
+        tmp_path / "pylinattn",
+        ignore=shutil.ignore_patterns("_cdef.py", "lib", "__pycache__"),
+    )
+    cdef = pathlib.Path(sys.modules["pylinattn._cdef"].__file__).parent
+    installed = tmp_path / "installed" / "pylinattn"
+    installed.mkdir(parents=True)
+    shutil.copy(cdef / "_cdef.py", installed)
+    (installed / "__init__.py").touch()
+    paths = [str(installed.parent), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pylinattn"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths), "PYLINATTN_LIBRARY": str(library_path)},
+    )
+    check(done.returncode == 0 and "gdn_fwd" in done.stdout, done.stdout + done.stderr)
+
+
 @needs_repository
 @pytest.mark.parametrize("name", ["numpy_gdn.py", "torch_gdn.py", "cupy_gdn.py"])
 def test_python_examples(name):
