@@ -248,7 +248,7 @@ def test_runs_in_a_source_tree(tmp_path):
     installed.mkdir(parents=True)
     shutil.copy(cdef / "_cdef.py", installed)
     (installed / "__init__.py").touch()
-    paths = [str(installed.parent), *filter(None, sys.path)]
+    paths = [str(tmp_path), str(installed.parent), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, "-m", "pylinattn"],
         cwd=tmp_path,
