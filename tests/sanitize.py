@@ -89,6 +89,10 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
         f"{name}, forward", fwd, packed, cu_seqlens=lengths, output_final_state=True,
         initial_state=states(3, D, state_dtype, v_first), checkpoint_every=64,
     )  # fmt: skip
+    alike = list(packed)  # keys that share a direction take two terms of each operand
+    shared = rng.standard_normal((1, 1, H, D)) + 0.2 * rng.standard_normal(packed[1][1].shape)
+    alike[1] = pair(shared, dtype)
+    both(f"{name}, keys alike", fwd, alike, cu_seqlens=lengths, output_final_state=True)
     rows = table([2, -1, 0])
     for padding in (0, 8):  # 8: a pool that only the recurrent kernel takes
         pool = states(4, D, state_dtype, v_first, padding)
