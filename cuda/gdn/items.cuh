@@ -221,7 +221,7 @@ struct ItemReader {
     // By a converged warp. The item after the last one does not exist.
     __device__ __forceinline__ const Item &next() {
         __syncwarp();
-        if (number >= 0 && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.item_ring().empty(number % kItemStages));
+        if (number >= 0) warp_arrive(smem.item_ring().empty(number % kItemStages), threadIdx.x % 32);
         number++;
         const RingState<kItemStages> slot{number % kItemStages, static_cast<uint32_t>(number / kItemStages) & 1};
         smem.item_ring().wait_full(slot);
