@@ -39,7 +39,9 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
         Item &item = smem.item[slot.stage];
         find_item<C>(params, smem, round, item);
         __syncwarp();
-        if (!item.exists) continue;
+        const bool exists = item.exists;
+        __syncwarp();
+        if (!exists) continue;
         warp_arrive(smem.item_ring().full(slot.stage), threadIdx.x % 32);
         slot.advance();
         const bool has_values = C::kOutputs || item.piece == 0;
@@ -85,6 +87,7 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
         }
     }
     smem.item_ring().wait_empty(slot);
+    __syncwarp();
     if (threadIdx.x % 32 == 0) smem.item[slot.stage].exists = false;
     warp_arrive(smem.item_ring().full(slot.stage), threadIdx.x % 32);
 }
