@@ -24,7 +24,6 @@ uint64_t cut(const BwdParams &p, char *base, Call &call) {
     take(call.exact.w.flags, p.N * p.HV + 1);
     take(call.q, keys * rows), take(call.k, keys * rows);
     take(call.solve, values * kC * kC), take(call.pairs, values * kC * kC);
-    take(call.erase, values * rows), take(call.keys, values * rows);
     take(call.e, values * rows), take(call.dr, values * rows);
     take(call.factors, values);
     return used;

@@ -41,6 +41,7 @@ struct alignas(16) Factors {
     float erase[kC];  // -beta 2^G / |k|
     float write[kC];  // beta 2^(G_last - G) / |k|
     float pair_q[kC], pair_k[kC];  // scale / |q|, beta / |k|
+    float fade[kC], left[kC];      // -2^G / |k|, 2^(G_last - G) / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|
     float decay, unused[3];        // 2^G_last
 };
@@ -49,10 +50,9 @@ struct Call {
     BwdCall exact;  // arguments, and the workspace of the kernels in float
     // Tiles of each chunk and key head, and of each chunk and value head.
     uint16_t *q, *k;
-    uint16_t *solve;         // -X: X = 2^(G_i - G_j) of L (1 + beta L)^-1, L_ij = k_i . k_j below the diagonal
-    uint16_t *pairs;         // P (1 + beta L)^-1 with decays
-    uint16_t *erase, *keys;  // -2^G (1 + L beta)^-1 k; 2^(G_last - G) (1 + beta L)^-T k
-    uint16_t *e, *dr;        // e = v - P^T k; dr = du of delta_bwd.cu
+    uint16_t *solve;   // -X: X = 2^(G_i - G_j) of L (1 + beta L)^-1, L_ij = k_i . k_j below the diagonal
+    uint16_t *pairs;   // P (1 + beta L)^-1 with decays
+    uint16_t *e, *dr;  // e = v - P^T k; dr = du of delta_bwd.cu
     Factors *factors;
     int multiprocessors;
 

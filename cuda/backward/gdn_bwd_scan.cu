@@ -1,18 +1,18 @@
 // Second kernel of the chunked GDN backward: S from the first chunk to the last and its gradient D from the last to the first, side
-// by side, since neither needs the other. Per chunk, with tokens in rows and what gdn_bwd_prepare.cu made (solve, pairs, erase,
-// keys; query, ... : factors of rows):
+// by side, since neither needs the other. Per chunk, with tokens in rows, factors of rows (beta, fade, write, ...), and solve = -X
+// and pairs from gdn_bwd_prepare.cu:
 //
-//   forward   e = v + solve (beta v) + erase S;   S = 2^G_last S + k^T (write e)
-//   reverse   dr = pairs^T do + keys D;           D = 2^G_last D + q^T (query do) + k^T (erase' dr)
+//   forward   r = v + fade k S;    e = r + solve (beta r);                      S = 2^G_last S + k^T (write e)
+//   reverse   y = left k D;        dr = pairs^T do + y + solve^T (beta y);      D = 2^G_last D + q^T (query do) + k^T (erase dr)
 //
-// One CTA per sequence, value head, 64 columns of V and direction. A warpgroup holds the transposed state, V x K, in fp32
-// accumulators; packed to 16 bits it is the left operand of the product that needs it, and what goes to memory. Transposed, e and
-// dr come out as the left operands of the state's update, so nothing of the chain passes through shared memory. Per chunk two
-// products depend on each other; those with v and do are issued ahead.
+// One CTA per sequence, value head, 64 columns of V and direction; the two halves of V are a cluster, whose CTAs each load half of
+// what both need. A warpgroup holds the transposed state, V x K, in fp32 accumulators; packed to 16 bits it is the left operand of
+// the product that needs it, and what goes to memory. Transposed, r, e, y and dr come out as the left operands of what follows, so
+// nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
 //
 // Roles: warps 0 to 3 compute; warp 4 loads: tiles by bulk copies, v or do row by row, three stages.
-// Shared memory at D = 128: 3 x 66 KB, e and the state on their way out 24 KB: one CTA an SM. Registers: state 64, packed 32, e 32,
-// v 16.
+// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
+// y 32, do 32.
 #include "common/launch.h"
 #include "common/states.cuh"
 #include "gdn_bwd.cuh"
@@ -23,10 +23,9 @@ constexpr int kScanThreads = 160, kStages = 3;
 
 template <class C>
 struct alignas(1024) ScanStage {
-    char state[C::Rows::kBytes];                     // erase; keys
-    char k[C::Rows::kBytes], q[C::Rows::kBytes];     // q: reverse only
-    char square[C::Square::kBytes];                  // solve; pairs
-    char x[C::Half::kBytes];                         // v; do
+    char k[C::Rows::kBytes], q[C::Rows::kBytes];              // q: reverse only
+    char solve[C::Square::kBytes], pairs[C::Square::kBytes];  // pairs: reverse only
+    char x[C::Half::kBytes];                                  // v; do
     alignas(1024) Factors f;
 };
 
@@ -60,10 +59,11 @@ struct Scan {
     __device__ __forceinline__ int chunk_at(int step) const { return job.reverse ? job.chunks - 1 - step : step; }
     __device__ __forceinline__ int64_t value(int step) const { return call.of_value(job.first_chunk + chunk_at(step), job.item.head); }
 
-    // Warp 4.
+    // Warp 4. What the CTAs of a cluster share, each loads a part of, for all.
     __device__ __forceinline__ void load() const {
         const BwdParams &p = call.p();
         const int lane = threadIdx.x % 32;
+        const uint32_t parts = ptx::cluster_nctarank(), part = ptx::cluster_ctarank();
         const int64_t key_head = job.item.head / (p.HV / p.H);
         RingState<kStages> at;
         for (int step = 0; step < job.chunks; step++, at.advance()) {
@@ -72,16 +72,23 @@ struct Scan {
             ring.wait_empty(at);
             if (lane == 0) {
                 const int64_t own = value(step), key = call.of_key(job.first_chunk + chunk_at(step), key_head);
-                const auto copy = [&](char *to, const void *from, int bytes) {
-                    ptx::cp_async_bulk_load(ptx::shared_address(to), from, static_cast<uint32_t>(bytes), full);
+                const auto copy = [&](char *to, const char *from, uint32_t bytes) {
+                    const uint32_t own_bytes = bytes / parts, first = part * own_bytes;
+                    if (parts == 1)
+                        ptx::cp_async_bulk_load(ptx::shared_address(to), from, bytes, full);
+                    else
+                        ptx::cp_async_bulk_load_multicast(ptx::shared_address(to) + first, from + first, own_bytes, full,
+                                                          static_cast<uint16_t>((1 << parts) - 1));
                 };
-                const int tiles = job.reverse ? 3 : 2;
-                ptx::mbarrier_arrive_expect_tx(full, tiles * Rows::kBytes + Square::kBytes + sizeof(Factors));
-                copy(stage.state, tile_of<Rows>(job.reverse ? call.keys : call.erase, own), Rows::kBytes);
-                copy(stage.square, tile_of<Square>(job.reverse ? call.pairs : call.solve, own), Square::kBytes);
+                const int tiles = job.reverse ? 2 : 1;
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors));
                 copy(stage.k, tile_of<Rows>(call.k, key), Rows::kBytes);
-                if (job.reverse) copy(stage.q, tile_of<Rows>(call.q, key), Rows::kBytes);
-                copy(reinterpret_cast<char *>(&stage.f), call.factors + own, sizeof(Factors));
+                copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
+                copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
+                if (job.reverse) {
+                    copy(stage.q, tile_of<Rows>(call.q, key), Rows::kBytes);
+                    copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
+                }
             }
             Chunk c;
             c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC;
@@ -103,15 +110,6 @@ struct Scan {
             a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f.x * x[4 * j], f.y * x[4 * j + 1]);
             a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f.x * x[4 * j + 2], f.y * x[4 * j + 3]);
         }
-    }
-    static __device__ __forceinline__ void unpack_all(float (&x)[32], const uint32_t (&a)[4][4]) {
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float2 pair = unpack(T{}, a[s][i]);
-                x[8 * s + 2 * i] = pair.x, x[8 * s + 2 * i + 1] = pair.y;
-            }
     }
     // v or do as fragments V x tokens.
     static __device__ __forceinline__ void load_transposed(uint32_t (&a)[4][4], uint32_t tile) {
@@ -152,26 +150,52 @@ struct Scan {
     }
 
     static __device__ __forceinline__ void together() { ptx::bar_sync(1, 128); }
+    // What the chunk before gave out has left shared memory.
+    static __device__ __forceinline__ void when_sent() {
+        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<0>();
+        together();
+    }
+    // To the loaders of all CTAs whose copies land in this stage.
+    __device__ __forceinline__ void give_back(int stage) const {
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) return;
+        const uint32_t barrier = ring.empty(stage);
+        if (ptx::cluster_nctarank() == 1) return ptx::mbarrier_arrive(barrier);
+        for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
+    }
 
     // S, before the chunk, becomes S after it; true on overflow.
     __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int64_t own) const {
         float e[32];
         uint32_t state[kSteps][4], a[4][4];
-        load_transposed(a, ptx::shared_address(stage.x));
-        unpack_all(e, a);
-        pack_scaled(a, e, stage.f.beta);
         pack<T>(state, S);
-        register_fence(a), register_fence(state), ptx::register_fence(e);
-        issue<T, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.square), 0, 0), true);
-        issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.state), 0, 0), true);
+        register_fence(state);
+        issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        load_transposed(a, ptx::shared_address(stage.x));
+        when_sent();
         stage_state(state);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(e), register_fence(state);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(stage.f.fade, j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 v = unpack(T{}, a[j / 2][j % 2 * 2 + half]);
+                e[4 * j + 2 * half] = fmaf(f.x, e[4 * j + 2 * half], v.x);
+                e[4 * j + 2 * half + 1] = fmaf(f.y, e[4 * j + 2 * half + 1], v.y);
+            }
+        }
+        pack_scaled(a, e, stage.f.beta);
+        bool bad = overflows<T>(state) || overflows<T>(a);
+        register_fence(a), ptx::register_fence(e);
+        issue<T, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.solve), 0, 0), true);
         const float decay = stage.f.decay;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) S[i] *= decay;
         ptx::register_fence(S);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(e), register_fence(a), register_fence(state);
-        bool bad = overflows<T>(state) || overflows<T>(a);
+        ptx::register_fence(e), register_fence(a);
         pack_scaled(a, e, stage.f.write);
         register_fence(a), ptx::register_fence(S);
         issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
@@ -186,34 +210,57 @@ struct Scan {
 
     // D, after the chunk, becomes D before it.
     __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int64_t own) const {
-        float dr[32];
+        float dr[32], y[32];
         uint32_t state[kSteps][4], a[4][4], d_o[4][4];
-        load_transposed(d_o, ptx::shared_address(stage.x));
         pack<T>(state, grad);
-        unpack_all(dr, d_o);
-        pack_scaled(a, dr, stage.f.query);
-        register_fence(a), register_fence(d_o), register_fence(state);
-        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.square), 0, 0), false);
-        issue<T, ptx::Major::K, Rows>(dr, state, Rows::k_major_low(ptx::shared_address(stage.state), 0, 0), true);
+        load_transposed(d_o, ptx::shared_address(stage.x));
+        register_fence(d_o), register_fence(state);
+        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
         const float decay = stage.f.decay;
 #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(stage.f.query, j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 x = unpack(T{}, d_o[j / 2][j % 2 * 2 + half]);
+                a[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
+            }
+        }
+#pragma unroll
         for (int i = 0; i < D / 2; i++) grad[i] *= decay;
-        ptx::register_fence(grad);
+        register_fence(a), ptx::register_fence(grad);
         issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
+        when_sent();
         stage_state(state);
         ptx::wgmma_wait_group<1>();
-        ptx::register_fence(dr), register_fence(d_o), register_fence(state);
-        bool bad = overflows<T>(state);
-        pack_scaled(d_o, dr, stage.f.erase);
-        register_fence(d_o);
-        issue<T, ptx::Major::MN, Rows>(grad, d_o, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
+        ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
+        bool bad = overflows<T>(state) || overflows<T>(a);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(stage.f.left, j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                y[4 * j + 2 * half] *= f.x, y[4 * j + 2 * half + 1] *= f.y;
+                dr[4 * j + 2 * half] += y[4 * j + 2 * half], dr[4 * j + 2 * half + 1] += y[4 * j + 2 * half + 1];
+            }
+        }
+        pack_scaled(d_o, y, stage.f.beta);
+        bad = bad || overflows<T>(d_o);
+        register_fence(d_o), ptx::register_fence(dr);
+        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(dr), register_fence(d_o), register_fence(a), ptx::register_fence(grad);
+        pack_scaled(a, dr, stage.f.erase);
+        register_fence(a);
+        issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
         stage_rows(dr);
         ptx::fence_proxy_async_shared_cta();
         together();
         if (threadIdx.x == 0) store(own);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(grad), register_fence(d_o), register_fence(a);
-        return bad || overflows<T>(a) || overflows<T>(d_o);
+        ptx::register_fence(grad), register_fence(a);
+        return bad || overflows<T>(a);
     }
 
     template <bool kReverse>
@@ -234,9 +281,7 @@ struct Scan {
             const int64_t own = value(step);
             const bool overflow = kReverse ? reverse(S, stage, own) : forward(S, stage, own);
             bad = bad || overflow;
-            if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<0>();
-            together();  // the stage has been read, and what went out has left
-            if (threadIdx.x == 0) ptx::mbarrier_arrive(ring.empty(at.stage));
+            give_back(at.stage);
             at.advance();
         }
         if (bad) call.flag(job.item.n, job.item.head);
@@ -259,16 +304,18 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     job.reverse = blockIdx.x < states;
     job.first_chunk = call.exact.w.chunk_start[job.item.n];
     job.chunks = (job.item.length + kC - 1) / kC;
-    if (call.flagged(job.item.n, head)) return;
     const Scan<C> scan{call, smem, job};
-    if (threadIdx.x == 0) scan.ring.init(1 + 32, 1);
+    const bool alone = ptx::cluster_nctarank() == 1;
+    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * ptx::cluster_nctarank());
     __syncthreads();
+    if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     if (threadIdx.x >= 128)
         scan.load();
     else if (job.reverse)
         scan.template compute<true>();
     else
         scan.template compute<false>();
+    if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();  // until nobody writes here any more
 }
 
 void launch_scan(const Call &call) {
@@ -277,6 +324,7 @@ void launch_scan(const Call &call) {
         LaunchConfig launch_config;
         launch_config.grid.x = 2 * call.exact.p.N * call.exact.p.HV * C::kHalves;
         launch_config.block.x = kScanThreads;
+        launch_config.cluster.x = C::kHalves;
         launch_config.smem_bytes = sizeof(ScanSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
         launch("gdn_bwd_scan_kernel", gdn_bwd_scan_kernel<C>, launch_config, call);

@@ -17,6 +17,13 @@ template <int n>
 inline void cp_async_bulk_wait_group() {
     cp_async_bulk_wait_group_read<n>();
 }
+inline uint32_t cluster_nctarank() { return 1; }
+inline uint32_t cluster_ctarank() { return 0; }
+inline uint32_t mapa(uint32_t, uint32_t) { abort(); }
+inline void mbarrier_arrive_cluster_release_cta(uint32_t) { abort(); }
+inline void barrier_cluster_arrive() { abort(); }
+inline void barrier_cluster_wait() { abort(); }
+inline void cp_async_bulk_load_multicast(uint32_t, const void *, uint32_t, uint32_t, uint16_t) { abort(); }
 inline void cp_async_mbarrier_arrive_noinc(uint32_t b) { mbarrier_arrive(b); }
 }  // namespace linattn::ptx
 using std::min;
@@ -36,6 +43,7 @@ uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w
     take(w.chunk_start, p.N + 1);
     take(w.states, w.chunks * p.HV * p.K * p.V), take(w.grads, w.chunks * p.HV * p.K * p.V);
     take(w.dA, w.chunks * p.HV), take(w.dbias, w.chunks * p.HV);
+    take(w.dq, p.B * p.T * p.HV * p.K), take(w.dk, p.B * p.T * p.HV * p.K);
     return used;
 }
 static BwdCall last;
