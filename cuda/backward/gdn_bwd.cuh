@@ -43,8 +43,9 @@ struct alignas(16) Factors {
     float pair_q[kC], pair_k[kC];  // scale / |q|, beta / |k|
     float fade[kC], left[kC];      // -2^G / |k|, 2^(G_last - G) / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|
-    float decay, unused[3];        // 2^G_last
+    float decay, unused[7];        // 2^G_last
 };
+static_assert(sizeof(Factors) % 32 == 0, "half of it is a bulk copy");
 
 struct Call {
     BwdCall exact;  // arguments, and the workspace of the kernels in float

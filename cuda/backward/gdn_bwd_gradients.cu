@@ -11,30 +11,35 @@
 //
 // Every term of dg_t has the decay of t as a factor, so a steep gate gets a small gradient and nothing cancels that has not to.
 //
-// A warpgroup per 64 channels of K. Per value head: do e^T (first warpgroup), dr e^T (last); S do, S dr; D e; then, while the sums of
-// dg run, the products with P' and M. When all tiles of a head have been read, the next head's are asked for.
-// Shared memory at D = 128: q, k 32 KB, do, e, dr 48, S, D 64, P', M 16, H 33, factors and sums 9: one CTA an SM.
-// Registers: q . k or k . k 32, dq', dk' 64, sums of products 64.
+// Roles: a warpgroup per 64 channels of K multiplies. Per value head: do e^T (first warpgroup), dr e^T (last); S do, S dr; D e; then
+// the products with P' and M. One more warpgroup loads, writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products:
+// when all tiles of a head have been read it asks for the next head's, also those of the next chunk, and only then sums up dg.
+// Shared memory at D = 128: q, k 32 KB, do, e, dr 48, S, D 64, P', M 16, H 34, factors and sums 9: one CTA an SM.
+// Registers: 104 beside 2 x 200; q . k or k . k 32, dq', dk' 64, sums of products 64.
 #include "common/launch.h"
 #include "gdn_bwd.cuh"
 
 namespace linattn::cuda::gdn_bwd {
+
+constexpr int kHelpers = 128, kHalfC = kC / 2, kPitchH = kC + 4;
 
 template <class C>
 struct alignas(1024) GradientsSmem {
     char q[C::Rows::kBytes], k[C::Rows::kBytes];  // last dq, dk on their way out
     char d_o[C::Rows::kBytes], e[C::Rows::kBytes], dr[C::Rows::kBytes];
     char state[C::State::kBytes], grad[C::State::kBytes];
-    char pairs[C::Square::kBytes], erase[C::Square::kBytes];  // P', M
-    float h[2][kC][kC + 1];                                   // H in two parts; later sums of its rows up to t
+    char pairs[C::Square::kBytes], erase[C::Square::kBytes];  // P', M; 0 above the diagonal from the start
+    alignas(16) float h[2][kC][kPitchH];                      // H in two parts, above the diagonal 0; later sums of its rows
     Factors f[2];                                             // of this value head, of the next
     float c[2][kC], after[2][kC];                             // c_i, f_j, by warpgroup
     float along[2][2][kC];                                    // y . dq', y . dk', by warpgroup
-    float dbeta[kC], sums[2][kC], norm[2][kC], product[8];    // sums: of A_log, of dt_bias; norm: 1 / |q|, 1 / |k|
+    float dbeta[kC], sums[2][kC], norm[2][kC], product[4];    // sums: of A_log, of dt_bias; norm: 1 / |q|, 1 / |k|
     alignas(8) char barriers[4 * 8];
 };
 
 enum GradientsBarrier { kTilesOfKey, kTilesOfTokens, kTileOfState, kTileOfGrad };
+// Named barriers: the warpgroups that multiply; the helpers; all tiles of a head and H have been read and written; H has been read.
+enum GradientsMeeting { kMultipliers = 1, kHelpersOnly, kTilesRead, kSumsRead };
 
 template <class T, ptx::Major kA, class TileA, ptx::Major kB, class TileB, int kSteps, int kCount>
 __device__ __forceinline__ void issue_ss(float (&d)[kCount], uint32_t a, uint32_t b, bool accumulate) {
@@ -57,7 +62,7 @@ struct Gradients {
     using Rows = typename C::Rows;
     using Square = typename C::Square;
     using State = typename C::State;
-    static constexpr int D = C::D, kThreads = 128 * C::kHalves, kLast = C::kHalves - 1;
+    static constexpr int D = C::D, kMultiply = 128 * C::kHalves, kThreads = kMultiply + kHelpers;
     static constexpr ptx::Major kK = ptx::Major::K, kMN = ptx::Major::MN;
     const Call &call;
     GradientsSmem<C> &smem;
@@ -81,9 +86,11 @@ struct Gradients {
         copy(s_q, tile_of<Rows>(call.q, at), Rows::kBytes, bar);
         copy(s_k, tile_of<Rows>(call.k, at), Rows::kBytes, bar);
     }
+    // By the helpers.
     __device__ __forceinline__ void fetch(const Chunk &c, int place) const {
         const int64_t at = call.of_value(c.index, c.head);
-        if (threadIdx.x == 0) {
+        const int thread = threadIdx.x % kHelpers;
+        if (thread == 0) {
             const uint32_t tokens = barrier(kTilesOfTokens), state = barrier(kTileOfState), grad = barrier(kTileOfGrad);
             ptx::mbarrier_arrive_expect_tx(tokens, 2 * Rows::kBytes + sizeof(Factors));
             copy(ptx::shared_address(&smem.f[place]), call.factors + at, sizeof(Factors), tokens);
@@ -94,13 +101,15 @@ struct Gradients {
             ptx::mbarrier_arrive_expect_tx(grad, State::kBytes);
             copy(s_grad, call.state<C>(call.exact.w.grads, at), State::kBytes, grad);
         }
-        load_rows<Rows>(s_do, call.p().d_o, c, c.head, 0, threadIdx.x, kThreads);
+        load_rows<Rows>(s_do, call.p().d_o, c, c.head, 0, thread, kHelpers);
         ptx::cp_async_mbarrier_arrive_noinc(barrier(kTilesOfTokens));
     }
+    static __device__ __forceinline__ void multipliers() { ptx::bar_sync(kMultipliers, kMultiply); }
+    static __device__ __forceinline__ void helpers() { ptx::bar_sync(kHelpersOnly, kHelpers); }
 
     // P' (of_q) or M and its part of H, from do e^T or dr e^T and q k^T or k k^T.
     __device__ __forceinline__ void scale_pairs(bool of_q, const float (&x)[32], const float (&similar)[32], const Factors &f,
-                                                float (*h)[kC + 1]) const {
+                                                float (*h)[kPitchH]) const {
         const uint32_t tile = of_q ? s_pairs : s_erase;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -108,16 +117,23 @@ struct Gradients {
             const float own = of_q ? f.pair_q[i] : -f.pair_k[i], sum = f.log2[i];
 #pragma unroll
             for (int n = 0; n < 8; n++) {
+                if (n > 2 * warp + 1) continue;
                 const int j = 8 * n + 2 * q;
+                const float2 log2 = *reinterpret_cast<const float2 *>(&f.log2[j]),
+                             other = *reinterpret_cast<const float2 *>(&f.pair_k[j]);
                 float y[2];
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const bool kept = of_q ? j + e <= i : j + e < i;
-                    const float decay = ptx::ex2_approx_ftz(fminf(sum - f.log2[j + e], 0.0f));
-                    y[e] = kept ? own * decay * f.pair_k[j + e] * x[4 * n + 2 * half + e] : 0.0f;
-                    if constexpr (!ptx::kIsBf16<T>) y[e] = fminf(fmaxf(y[e], -65504.0f), 65504.0f);
-                    h[i][j + e] = j + e < i ? y[e] * similar[4 * n + 2 * half + e] : 0.0f;
+                y[0] = own * other.x * ptx::ex2_approx_ftz(fminf(sum - log2.x, 0.0f)) * x[4 * n + 2 * half];
+                y[1] = own * other.y * ptx::ex2_approx_ftz(fminf(sum - log2.y, 0.0f)) * x[4 * n + 2 * half + 1];
+                float2 product = make_float2(y[0] * similar[4 * n + 2 * half], y[1] * similar[4 * n + 2 * half + 1]);
+                if (n >= 2 * warp) {  // at the diagonal
+                    if (j >= i) product.x = 0.0f;
+                    if (j + 1 >= i) product.y = 0.0f;
+                    if (j > i || (!of_q && j == i)) y[0] = 0.0f;
+                    if (j + 1 > i || (!of_q && j + 1 == i)) y[1] = 0.0f;
                 }
+                if constexpr (!ptx::kIsBf16<T>)
+                    y[0] = fminf(fmaxf(y[0], -65504.0f), 65504.0f), y[1] = fminf(fmaxf(y[1], -65504.0f), 65504.0f);
+                *reinterpret_cast<float2 *>(&h[i][j]) = product;
                 ptx::st_shared_u32(tile + Square::offset(i, j), ptx::cvt_rn_x2<T>(y[0], y[1]));
             }
         }
@@ -146,116 +162,188 @@ struct Gradients {
         }
     }
 
-    // dv, and dbeta before the form of beta.
+    // The helpers' work. dv:
     __device__ __forceinline__ void values(const Chunk &c, const Factors &f) const {
         constexpr int kUnits = D / 8;
         const BwdParams &p = call.p();
         uint16_t *const dv = reinterpret_cast<uint16_t *>(p.dv.data) + delta_bwd::element(p.dv, c.b, c.token, c.head);
 #pragma unroll 2
-        for (int i = threadIdx.x; i < kC * kUnits; i += kThreads) {
+        for (int i = threadIdx.x % kHelpers; i < kC * kUnits; i += kHelpers) {
             const int t = i / kUnits, unit = i % kUnits * 8;
-            const uint4 e4 = ptx::ld_shared_v4_u32(s_e + Rows::offset(t, unit)),
-                        dr4 = ptx::ld_shared_v4_u32(s_dr + Rows::offset(t, unit));
-            const uint32_t e[4] = {e4.x, e4.y, e4.z, e4.w}, dr[4] = {dr4.x, dr4.y, dr4.z, dr4.w};
+            if (t >= c.length) break;
+            const uint4 from = ptx::ld_shared_v4_u32(s_dr + Rows::offset(t, unit));
+            const uint32_t dr[4] = {from.x, from.y, from.z, from.w};
             uint32_t out[4];
             const float beta = f.beta[t];
-            float dot = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float2 x = unpack(T{}, e[j]), y = unpack(T{}, dr[j]);
-                dot = fmaf(x.x, y.x, fmaf(x.y, y.y, dot));
+                const float2 y = unpack(T{}, dr[j]);
                 out[j] = ptx::cvt_rn_x2<T>(beta * y.x, beta * y.y);
             }
-#pragma unroll
-            for (int mask = kUnits / 2; mask > 0; mask /= 2) dot += __shfl_xor_sync(~0u, dot, mask);
-            if (unit == 0) smem.dbeta[t] = dot;
-            if (t < c.length)
-                *reinterpret_cast<uint4 *>(dv + t * p.dv.stride[1] + unit) = make_uint4(out[0], out[1], out[2], out[3]);
+            *reinterpret_cast<uint4 *>(dv + t * p.dv.stride[1] + unit) = make_uint4(out[0], out[1], out[2], out[3]);
         }
     }
 
-    // The warp's part of S . D.
-    __device__ __forceinline__ void state_product() const {
-        float sum = 0.0f;
+    // Adds to the diagonal of A B^T for 16 rows of two tiles, kCount columns.
+    template <class Tile, int kCount>
+    __device__ __forceinline__ void diagonal(float (&upper)[4], float (&lower)[4], uint32_t a, uint32_t b, int first) const {
 #pragma unroll 4
-        for (int i = threadIdx.x; i < State::kBytes / 16; i += kThreads) {
-            const uint4 a4 = ptx::ld_shared_v4_u32(s_state + 16 * i), b4 = ptx::ld_shared_v4_u32(s_grad + 16 * i);
-            const uint32_t a[4] = {a4.x, a4.y, a4.z, a4.w}, b[4] = {b4.x, b4.y, b4.z, b4.w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float2 x = unpack(T{}, a[j]), y = unpack(T{}, b[j]);
-                sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
-            }
+        for (int s = 0; s < kCount / 16; s++) {
+            uint32_t x[4], y[4];
+            ptx::ldmatrix_x4(x, a + Tile::block16_offset(first, 16 * s, lane));
+            ptx::ldmatrix_x4(y, b + Tile::block16_offset(first, 16 * s, lane));
+            ptx::mma_m16n8k16<T>(upper, x, y[0], y[2]);
+            ptx::mma_m16n8k16<T>(lower, x, y[1], y[3]);
         }
-        sum = sum_over<32>(sum);
-        if (lane == 0) smem.product[threadIdx.x / 32] = sum;
+    }
+    // The thread's element of the diagonals: upper[0] or [1] at (g, 2q ..), lower[2] or [3] at (g + 8, 2q ..).
+    __device__ __forceinline__ bool on_diagonal() const { return lane / 8 == q; }
+
+    // dbeta before the form of beta, and S . D.
+    __device__ __forceinline__ void diagonals() const {
+        float upper[4] = {}, lower[4] = {};
+        const int odd = lane / 4 % 2;
+        diagonal<Rows, D>(upper, lower, s_dr, s_e, 16 * warp);
+        if (on_diagonal()) smem.dbeta[row] = odd ? upper[1] : upper[0], smem.dbeta[row + 8] = odd ? lower[3] : lower[2];
+    }
+    __device__ __forceinline__ void state_product() const {
+        float upper[4] = {}, lower[4] = {};
+        const int odd = lane / 4 % 2;
+#pragma unroll 1
+        for (int block = warp; block < D / 16; block += 4) diagonal<State, D>(upper, lower, s_state, s_grad, 16 * block);
+        float sum = odd ? upper[1] + lower[3] : upper[0] + lower[2];
+        sum = sum_over<32>(on_diagonal() ? sum : 0.0f);
+        if (lane == 0) smem.product[warp] = sum;
     }
 
-    // dg, dbeta and the chunk's sums, kParts threads a token.
+    // dg, dbeta and the chunk's sums, two threads a token.
     __device__ __forceinline__ void gates(const Chunk &c, const Factors &f) const {
-        constexpr int kParts = kThreads / kC, kWidth = kC / kParts;
         const BwdParams &p = call.p();
-        const int own = threadIdx.x / kParts, part = threadIdx.x % kParts;
+        const int thread = threadIdx.x % kHelpers, own = thread / 2, part = thread % 2;
+        const bool used = part == 0 && own < c.length;
+        float gate = 0.0f, form = 0.0f;
+        if (used) {
+            if (p.gate != Gate::None)
+                gate = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, c.token + own, c.head), c.head, 0);
+            form = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + own, c.head));
+        }
+        float x[kHalfC], before = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kHalfC; j += 4) {
+            const float4 a = *reinterpret_cast<const float4 *>(&smem.h[0][own][part * kHalfC + j]),
+                         b = *reinterpret_cast<const float4 *>(&smem.h[1][own][part * kHalfC + j]);
+            x[j] = a.x + b.x, x[j + 1] = a.y + b.y, x[j + 2] = a.z + b.z, x[j + 3] = a.w + b.w;
+        }
         float total = 0.0f;
-        for (int j = part * kWidth; j < (part + 1) * kWidth; j++) total += smem.h[0][own][j] + smem.h[1][own][j];
-        float before = 0.0f;
 #pragma unroll
-        for (int other = 0; other < kParts; other++) {
-            const float sum = __shfl_sync(~0u, total, lane / kParts * kParts + other);
-            if (other < part) before += sum;
+        for (int j = 0; j < kHalfC; j++) total += x[j];
+        const float other = __shfl_xor_sync(~0u, total, 1);
+        if (part == 1) before = other;
+#pragma unroll
+        for (int j = 0; j < kHalfC; j++) {
+            const float next = before + x[j];
+            x[j] = before, before = next;
         }
-        for (int j = part * kWidth; j < (part + 1) * kWidth; j++) {
-            const float x = smem.h[0][own][j] + smem.h[1][own][j];
-            smem.h[0][own][j] = before;
-            before += x;
-        }
-        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kHalfC; j += 4)
+            *reinterpret_cast<float4 *>(&smem.h[1][own][part * kHalfC + j]) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
+        helpers();
         float dg = 0.0f;
-        for (int i = part * kWidth; i < (part + 1) * kWidth; i++) {
-            float x = i < own ? smem.after[0][i] : smem.c[0][i];
-            if (C::kHalves > 1) x += i < own ? smem.after[1][i] : smem.c[1][i];
-            if (i >= own) x += smem.h[0][i][own];
-            dg += x;
+#pragma unroll 8
+        for (int i = part * kHalfC; i < (part + 1) * kHalfC; i++) {
+            float y = i < own ? smem.after[0][i] : smem.c[0][i];
+            if (C::kHalves > 1) y += i < own ? smem.after[1][i] : smem.c[1][i];
+            if (i >= own) y += smem.h[1][i][own];
+            dg += y;
         }
+        dg += __shfl_xor_sync(~0u, dg, 1);
+        helpers();  // H is read; above the diagonal it has to be 0 again
 #pragma unroll
-        for (int mask = kParts / 2; mask > 0; mask /= 2) dg += __shfl_xor_sync(~0u, dg, mask);
+        for (int j = 0; j < kHalfC; j += 4) {
+            const int first = part * kHalfC + j;
+            if (first / 16 > own / 16) *reinterpret_cast<float4 *>(&smem.h[1][own][first]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
         if (part == 0) {
-            float both = 0.0f;
-            for (int i = 0; i < kThreads / 32; i++) both += smem.product[i];
-            dg = fmaf(f.decay, both, dg);
+            dg = fmaf(f.decay, smem.product[0] + smem.product[1] + smem.product[2] + smem.product[3], dg);
             float dA = 0.0f, dbias = 0.0f;
-            if (own < c.length) {
-                if (p.gate != Gate::None) {
-                    const float x = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, c.token + own, c.head), c.head, 0);
-                    dg = delta_bwd::through_gate(p, x, dg, delta_bwd::amplitude_of(p, c.head), dA, dbias);
-                }
+            if (used) {
+                if (p.gate != Gate::None)
+                    dg = delta_bwd::through_gate(p, gate, dg, delta_bwd::amplitude_of(p, c.head), dA, dbias);
                 delta_bwd::store_float(p.dg, delta_bwd::element(p.dg, c.b, c.token + own, c.head), dg);
-                const float x = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + own, c.head));
                 delta_bwd::store_float(p.dbeta, delta_bwd::element(p.dbeta, c.b, c.token + own, c.head),
-                                       delta_bwd::through_beta(p, x, smem.dbeta[own]));
+                                       delta_bwd::through_beta(p, form, smem.dbeta[own]));
             }
             smem.sums[0][own] = dA, smem.sums[1][own] = dbias;
         }
-        __syncthreads();
-        if (p.gate == Gate::None || threadIdx.x >= 2) return;
+        if (p.gate == Gate::None) return;
+        helpers();
+        if (thread >= 2) return;
         float sum = 0.0f;
-        for (int i = 0; i < kC; i++) sum += smem.sums[threadIdx.x][i];
-        (threadIdx.x == 0 ? call.exact.w.dA : call.exact.w.dbias)[call.of_value(c.index, c.head)] = sum;
+        for (int i = 0; i < kC; i++) sum += smem.sums[thread][i];
+        (thread == 0 ? call.exact.w.dA : call.exact.w.dbias)[call.of_value(c.index, c.head)] = sum;
     }
 
-    // One value head: adds to dq' and dk'. next() asks for the next head's tiles.
-    template <class Next>
-    __device__ __forceinline__ void value_head(const Chunk &c, const Factors &f, uint32_t phase, const float (&similar)[32],
-                                               float (&dq)[32], float (&dk)[32], Next next) const {
+    // The value heads of this CTA that are not left to the kernels in float, one after another.
+    struct Cursor {
+        const Call &call;
+        int64_t item;
+        int r;
+        Chunk c;
+        __device__ __forceinline__ explicit Cursor(const Call &of) : call(of), item(int64_t{blockIdx.x} - gridDim.x), r(INT32_MAX - 1) {}
+        __device__ __forceinline__ bool advance() {
+            const BwdParams &p = call.p();
+            const int group_size = static_cast<int>(p.HV / p.H);
+            while (true) {
+                if (++r >= group_size) {
+                    item += gridDim.x;
+                    if (item >= call.chunks() * p.H) return false;
+                    c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, item / p.H, 0);
+                    c.key_head = item % p.H;
+                    r = 0;
+                }
+                c.head = c.key_head * group_size + r;
+                if (!call.flagged(c.n, c.head)) return true;
+            }
+        }
+    };
+
+    __device__ __forceinline__ void help() const {
+        Cursor cursor(call);
+        bool more = cursor.advance();
+        if (more) fetch(cursor.c, 0);
+        uint32_t phase = 0;
+        for (int place = 0; more; place ^= 1, phase ^= 1) {
+            const Chunk c = cursor.c;
+            const Factors &f = smem.f[place];
+            ptx::mbarrier_wait_parity(barrier(kTilesOfTokens), phase);
+            diagonals();
+            values(c, f);
+            ptx::mbarrier_wait_parity(barrier(kTileOfState), phase);
+            ptx::mbarrier_wait_parity(barrier(kTileOfGrad), phase);
+            state_product();
+            ptx::fence_proxy_async_shared_cta();
+            ptx::bar_sync(kTilesRead, kThreads);
+            more = cursor.advance();
+            if (more) fetch(cursor.c, place ^ 1);
+            gates(c, f);
+            if (more) ptx::bar_arrive(kSumsRead, kThreads);
+        }
+    }
+
+    // One value head: adds to dq' and dk'. kFirst: no sums of a head before are being read.
+    __device__ __forceinline__ void value_head(const Factors &f, uint32_t phase, bool first, const float (&similar)[32],
+                                               float (&dq)[32], float (&dk)[32]) const {
         float x[32], y[32], c_dots[2] = {}, after[2] = {};
         ptx::mbarrier_wait_parity(barrier(kTilesOfTokens), phase);
         ptx::fence_proxy_async_shared_cta();  // do came by ordinary copies
-        __syncthreads();
         issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do : s_dr, 0, 0),
                                                 Rows::k_major_low(s_e, 0, 0), false);
         if (C::kHalves == 1)
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr, 0, 0), Rows::k_major_low(s_e, 0, 0), false);
-        values(c, f);
+        if (!first)
+            ptx::bar_sync(kSumsRead, kThreads);
+        else
+            multipliers();
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x), ptx::register_fence(y);
         scale_pairs(group == 0, x, similar, f, smem.h[group]);
@@ -269,12 +357,11 @@ struct Gradients {
         issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do, 0, 0), state, false);
         issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr, 0, 0), state, false);
         ptx::mbarrier_wait_parity(barrier(kTileOfGrad), phase);
-        state_product();
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
         add_scaled(dq, x, f.query, s_q, c_dots);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(y);
+        ptx::register_fence(y), ptx::register_fence(x);
         issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e, 0, 0), grad, false);
         add_scaled(dk, y, f.erase, s_k, c_dots);
         ptx::wgmma_wait_group<0>();
@@ -282,18 +369,15 @@ struct Gradients {
         add_scaled(dk, x, f.write, s_k, after);
         put_rows(smem.c[group], c_dots), put_rows(smem.after[group], after);
         ptx::fence_proxy_async_shared_cta();
-        __syncthreads();
-        next();
+        ptx::bar_sync(kTilesRead, kThreads);
         const uint32_t of_q = Rows::mn_major_low(s_q, 0, 64 * group), of_k = Rows::mn_major_low(s_k, 0, 64 * group);
         ptx::register_fence(dq), ptx::register_fence(dk);
         issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dq, Square::k_major_low(s_pairs, 0, 0), of_k, true);
         issue_ss<T, kMN, Square, kMN, Rows, kC / 16>(dk, Square::mn_major_low(s_pairs, 0, 0), of_q, true);
         issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dk, Square::k_major_low(s_erase, 0, 0), of_k, true);
         issue_ss<T, kMN, Square, kMN, Rows, kC / 16>(dk, Square::mn_major_low(s_erase, 0, 0), of_k, true);
-        gates(c, f);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(dq), ptx::register_fence(dk);
-        __syncthreads();  // P', M and the sums have been read
     }
 
     __device__ __forceinline__ void key_similarities(float (&x)[32]) const {
@@ -352,87 +436,93 @@ struct Gradients {
         constexpr int kUnits = D / 8;
         uint16_t *const to = reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head);
 #pragma unroll 2
-        for (int i = threadIdx.x; i < kC * kUnits; i += kThreads) {
+        for (int i = threadIdx.x; i < kC * kUnits; i += kMultiply) {
             const int token = i / kUnits, unit = i % kUnits * 8;
             if (token < c.length)
                 *reinterpret_cast<uint4 *>(to + token * t.stride[1] + unit) =
                     ptx::ld_shared_v4_u32(tile + Rows::offset(token, unit));
         }
     }
+
+    __device__ __forceinline__ void multiply() const {
+        const BwdParams &p = call.p();
+        const int group_size = static_cast<int>(p.HV / p.H);
+        uint32_t phase_of_key = 0, phase = 0;
+        int place = 0;
+        bool first = true;
+#pragma unroll 1
+        for (int64_t i = blockIdx.x; i < call.chunks() * p.H; i += gridDim.x) {
+            Chunk c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, i / p.H, 0);
+            c.key_head = i % p.H;
+            fetch_key(c);
+            const Factors *const norms = call.factors + call.of_value(c.index, c.key_head * group_size);
+            if (threadIdx.x < kC) {
+                smem.norm[0][threadIdx.x] = norms->norm_q[threadIdx.x];
+                smem.norm[1][threadIdx.x] = norms->norm_k[threadIdx.x];
+            }
+            float similar[32], dq[32], dk[32];
+#pragma unroll
+            for (int j = 0; j < 32; j++) dq[j] = dk[j] = 0.0f;
+            ptx::mbarrier_wait_parity(barrier(kTilesOfKey), phase_of_key);
+            phase_of_key ^= 1;
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
+                                                    Rows::k_major_low(s_k, 0, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(similar);
+#pragma unroll 1
+            for (int r = 0; r < group_size; r++) {
+                c.head = c.key_head * group_size + r;
+                if (call.flagged(c.n, c.head)) continue;
+                value_head(smem.f[place], phase, first, similar, dq, dk);
+                place ^= 1, phase ^= 1, first = false;
+            }
+            for (int r = 0; r < group_size; r++) {
+                c.head = c.key_head * group_size + r;
+                if (!call.flagged(c.n, c.head)) continue;
+                multipliers();  // smem.norm
+                add_exact(c, dq, call.exact.w.dq, smem.norm[0]);
+                add_exact(c, dk, call.exact.w.dk, smem.norm[1]);
+            }
+            multipliers();  // smem.norm; q and k have been read
+            if (p.qk_l2norm) {
+                dots(dq, s_q, smem.norm[0], smem.along[group][0]);
+                dots(dk, s_k, smem.norm[1], smem.along[group][1]);
+                multipliers();
+            }
+            project(dq, s_q, smem.norm[0], smem.along, 0);
+            project(dk, s_k, smem.norm[1], smem.along, 1);
+            multipliers();
+            store_rows(c, p.dq, s_q);
+            store_rows(c, p.dk, s_k);
+            ptx::fence_proxy_async_shared_cta();
+            multipliers();
+        }
+    }
 };
 
 template <class C>
-__global__ void __launch_bounds__(128 * C::kHalves, 1) gdn_bwd_gradients_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(128 * C::kHalves + kHelpers, 1) gdn_bwd_gradients_kernel(const __grid_constant__ Call call) {
     extern __shared__ __align__(1024) char smem_bytes[];
-    const Gradients<C> own{call, *reinterpret_cast<GradientsSmem<C> *>(smem_bytes)};
+    GradientsSmem<C> &smem = *reinterpret_cast<GradientsSmem<C> *>(smem_bytes);
     using G = Gradients<C>;
-    const BwdParams &p = call.p();
-    const int group_size = static_cast<int>(p.HV / p.H);
+    const G own{call, smem};
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(own.barrier(kTilesOfKey), 1);
-        ptx::mbarrier_init(own.barrier(kTilesOfTokens), 1 + G::kThreads);
+        ptx::mbarrier_init(own.barrier(kTilesOfTokens), 1 + kHelpers);
         ptx::mbarrier_init(own.barrier(kTileOfState), 1);
         ptx::mbarrier_init(own.barrier(kTileOfGrad), 1);
         ptx::fence_mbarrier_init();
     }
+    for (int i = threadIdx.x; i < 2 * C::Square::kBytes / 4; i += G::kThreads) ptx::st_shared_u32(own.s_pairs + 4 * i, 0);
+    for (int i = threadIdx.x; i < 2 * kC * kPitchH; i += G::kThreads) smem.h[0][0][i] = 0.0f;
+    ptx::fence_proxy_async_shared_cta();
     __syncthreads();
-    uint32_t phase_of_key = 0, phase = 0;
-    for (int64_t i = blockIdx.x; i < call.chunks() * p.H; i += gridDim.x) {
-        Chunk c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, i / p.H, 0);
-        c.key_head = i % p.H;
-        // The first value head from r on that is not left to the kernels in float.
-        const auto next_of = [&](int r) {
-            while (r < group_size && call.flagged(c.n, c.key_head * group_size + r)) r++;
-            return r;
-        };
-        const auto fetch = [&](int r, int place) {
-            if (r >= group_size) return;
-            Chunk other = c;
-            other.head = c.key_head * group_size + r;
-            own.fetch(other, place);
-        };
-        own.fetch_key(c);
-        int r = next_of(0), place = 0;
-        fetch(r, place);
-        const Factors *const norms = call.factors + call.of_value(c.index, c.key_head * group_size);
-        if (threadIdx.x < kC) {
-            own.smem.norm[0][threadIdx.x] = norms->norm_q[threadIdx.x];
-            own.smem.norm[1][threadIdx.x] = norms->norm_k[threadIdx.x];
-        }
-        float similar[32], dq[32] = {}, dk[32] = {};
-        ptx::mbarrier_wait_parity(own.barrier(kTilesOfKey), phase_of_key);
-        phase_of_key ^= 1;
-        __syncthreads();
-        issue_ss<typename C::T, G::kK, typename C::Rows, G::kK, typename C::Rows, C::D / 16>(
-            similar, C::Rows::k_major_low(own.group == 0 ? own.s_q : own.s_k, 0, 0), C::Rows::k_major_low(own.s_k, 0, 0), false);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(similar);
-#pragma unroll 1
-        for (; r < group_size; place ^= 1) {
-            c.head = c.key_head * group_size + r;
-            const int next = next_of(r + 1);
-            own.value_head(c, own.smem.f[place], phase, similar, dq, dk, [&] { fetch(next, place ^ 1); });
-            phase ^= 1;
-            r = next;
-        }
-        for (r = 0; r < group_size; r++) {
-            c.head = c.key_head * group_size + r;
-            if (!call.flagged(c.n, c.head)) continue;
-            own.add_exact(c, dq, call.exact.w.dq, own.smem.norm[0]);
-            own.add_exact(c, dk, call.exact.w.dk, own.smem.norm[1]);
-        }
-        if (p.qk_l2norm) {
-            own.dots(dq, own.s_q, own.smem.norm[0], own.smem.along[own.group][0]);
-            own.dots(dk, own.s_k, own.smem.norm[1], own.smem.along[own.group][1]);
-        }
-        __syncthreads();
-        own.project(dq, own.s_q, own.smem.norm[0], own.smem.along, 0);
-        own.project(dk, own.s_k, own.smem.norm[1], own.smem.along, 1);
-        __syncthreads();
-        own.store_rows(c, p.dq, own.s_q);
-        own.store_rows(c, p.dk, own.s_k);
-        ptx::fence_proxy_async_shared_cta();
-        __syncthreads();
+    if (own.group == C::kHalves) {
+        if constexpr (C::kHalves > 1) ptx::setmaxnreg_dec<104>();
+        own.help();
+    } else {
+        if constexpr (C::kHalves > 1) ptx::setmaxnreg_inc<200>();
+        own.multiply();
     }
 }
 
@@ -442,7 +532,7 @@ void launch_gradients(const Call &call) {
         LaunchConfig launch_config;
         const int64_t items = call.exact.w.chunks * call.exact.p.H;
         launch_config.grid.x = items < call.multiprocessors ? items : call.multiprocessors;
-        launch_config.block.x = 128 * C::kHalves;
+        launch_config.block.x = Gradients<C>::kThreads;
         launch_config.smem_bytes = sizeof(GradientsSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
         launch("gdn_bwd_gradients_kernel", gdn_bwd_gradients_kernel<C>, launch_config, call);
