@@ -273,12 +273,12 @@ def relative_rms(got, want):
     return difference if size == 0 else difference / size
 
 
-def worst_output_error(got, want, spans, tails=True):
+def worst_output_error(got, want, spans):
     """Largest error of o over sequences, heads, and (apart) each sequence's last block of 64; with where it is."""
     worst = (0.0, "nowhere")
     for n, (b, first, end) in enumerate(spans):
         tail = first + max(0, (end - first - 1) // 64 * 64)
-        for part, a in (("whole", first), ("tail", tail))[: 2 if tails else 1]:
+        for part, a in (("whole", first), ("tail", tail)):
             for j in range(got.shape[2]):
                 if end > a:
                     error = relative_rms(got[b, a:end, j], want[b, a:end, j])

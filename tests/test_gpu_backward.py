@@ -82,14 +82,19 @@ def test_hard_heads_beside_usual_ones(gpu, D, dtype):
     one = rng.normal(size=D)
     k[:, 200:, 1] = one / np.sqrt((one * one).sum())
     beta[:, 200:, 4:] = 2.0
-    inputs["k"], inputs["beta"] = Input(round_to(k, dtype), dtype), Input(round_to(beta, "f32"), "f32")
+    inputs["k"], inputs["beta"] = (
+        Input(round_to(k, dtype), dtype),
+        Input(round_to(beta, "f32"), "f32"),
+    )
     done = backward(gpu, usual, inputs)
     check(done.call.path == "cuda/chunked", done.call.path)
     check_gradients(usual, done, inputs)
     want = expected(usual, inputs)
     for first, end in ((200, 270), (270, 400)):
         for name in ("dv", "dg", "dbeta"):
-            error = relative_rms(done[name][0, first:end, 4:], getattr(want, name)[0, first:end, 4:])
+            error = relative_rms(
+                done[name][0, first:end, 4:], getattr(want, name)[0, first:end, 4:]
+            )
             limit = TOLERANCE[dtype if name == "dv" else "f32"]
             check(error <= limit, f"{name} of the hard heads is off by {error:.1e}")
     for _ in range(5):
@@ -125,7 +130,9 @@ def test_dg_token_by_token_under_strong_decay(gpu, family):
     got, want = backward(gpu, case, inputs)["dg"], expected(case, inputs).dg
     size = np.sqrt((want * want).mean(axis=1, keepdims=True))
     # A token loop has each number right; with rounded factors, a number is as good as the terms that it is the sum of.
-    error = np.abs(got - want) / (np.abs(want) + (1e-3 if PATH[family] == "cuda/recurrent" else 0.5) * size)
+    error = np.abs(got - want) / (
+        np.abs(want) + (1e-3 if PATH[family] == "cuda/recurrent" else 0.5) * size
+    )
     check(error.max() <= 1e-2, f"dg is off by {error.max():.1e} of itself at a token")
 
 

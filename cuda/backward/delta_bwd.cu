@@ -209,9 +209,7 @@ BwdParams inputs_of(const SegmentParams &s) {
 
 }  // namespace delta_bwd
 
-uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w) {
-    return delta_bwd::cut(p, false, base, w);
-}
+uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w) { return delta_bwd::cut(p, false, base, w); }
 
 uint64_t delta_bwd_workspace_bytes(const BwdParams &p) {
     BwdWorkspace w = {};

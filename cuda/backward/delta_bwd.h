@@ -40,11 +40,11 @@ void launch_segment_merge(const MergeParams &p);
 uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w);
 
 // The passes of launch_delta_bwd, in order (delta_bwd.cu).
-void launch_delta_bwd_plan(const BwdCall &call);          // chunk_start
-void launch_delta_bwd_prepare(const BwdCall &call);       // q, k, decay, beta
-void launch_delta_bwd_scans(const BwdCall &call);   // e, states; du, grads, dv, d_initial_state
-void launch_delta_bwd_chunks(const BwdCall &call);  // dq, dk, dg, dbeta, dA, dbias
-void launch_delta_bwd_sums(const BwdCall &call);    // dA_log, ddt_bias from dA, dbias
+void launch_delta_bwd_plan(const BwdCall &call);     // chunk_start
+void launch_delta_bwd_prepare(const BwdCall &call);  // q, k, decay, beta
+void launch_delta_bwd_scans(const BwdCall &call);    // e, states; du, grads, dv, d_initial_state
+void launch_delta_bwd_chunks(const BwdCall &call);   // dq, dk, dg, dbeta, dA, dbias
+void launch_delta_bwd_sums(const BwdCall &call);     // dA_log, ddt_bias from dA, dbias
 void launch_delta_segment_scan(const BwdCall &call, bool backward);
 
 }  // namespace linattn::cuda

@@ -39,8 +39,8 @@ bool in_units(const Tensor &t) {
 
 bool gdn_bwd_chunked_fits(const BwdParams &p) {
     using gdn_bwd::in_units;
-    return p.N * p.HV <= INT32_MAX / 8 && in_units(p.q) && in_units(p.k) && in_units(p.v) && in_units(p.d_o) && in_units(p.dq) &&
-           in_units(p.dk) && in_units(p.dv);
+    return p.N * p.HV <= INT32_MAX / 8 && in_units(p.q) && in_units(p.k) && in_units(p.v) && in_units(p.d_o) &&
+           in_units(p.dq) && in_units(p.dk) && in_units(p.dv);
 }
 
 uint64_t gdn_bwd_chunked_workspace(const BwdParams &p) {

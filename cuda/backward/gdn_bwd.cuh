@@ -21,7 +21,8 @@ using delta_bwd::Chunk;
 
 constexpr int kC = kBwdChunk;  // tokens
 constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLeastLog2Decay = -128.0f;  // of a token: 2^-128 is 0 in fp32 as ex2 has it, and no difference of infinities arises
+constexpr float kLeastLog2Decay =
+    -128.0f;  // of a token: 2^-128 is 0 in fp32 as ex2 has it, and no difference of infinities arises
 
 template <class Element, int kD>
 struct Config {
@@ -37,9 +38,9 @@ struct Config {
 // Of a chunk and value head. G: inclusive sums of the log2 decays; |q|, |k|: 1 without l2norm, where q and k stand for themselves.
 struct alignas(16) Factors {
     float log2[kC], beta[kC];
-    float query[kC];  // scale 2^G / |q|
-    float erase[kC];  // -beta 2^G / |k|
-    float write[kC];  // beta 2^(G_last - G) / |k|
+    float query[kC];               // scale 2^G / |q|
+    float erase[kC];               // -beta 2^G / |k|
+    float write[kC];               // beta 2^(G_last - G) / |k|
     float pair_q[kC], pair_k[kC];  // scale / |q|, beta / |k|
     float fade[kC], left[kC];      // -2^G / |k|, 2^(G_last - G) / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|

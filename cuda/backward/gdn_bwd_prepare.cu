@@ -19,16 +19,16 @@ namespace linattn::cuda::gdn_bwd {
 
 constexpr int kTeams = 2, kTeamThreads = 128, kPrepareThreads = kTeams * kTeamThreads;
 constexpr int kPitch = kC + 8, kHalf = kC / 2, kPitchY = kHalf + 4;
-constexpr float kLargestX = 3.0f;   // for keys of length 1 and beta up to 2, |X_ij| <= 1
-constexpr float kNearlyOne = 0.85f;  // match_ij = F_ij beta_j |L_ij|
+constexpr float kLargestX = 3.0f;     // for keys of length 1 and beta up to 2, |X_ij| <= 1
+constexpr float kNearlyOne = 0.85f;   // match_ij = F_ij beta_j |L_ij|
 constexpr float kMostMatches = 4.0f;  // largest sum of match_ij^32 over a row
 
 template <class C>
 struct alignas(1024) PrepareSmem {
     static constexpr int kOut = 2 * C::Square::kBytes;
-    static constexpr int kTiles = 2 * C::Rows::kBytes > kTeams * kOut ? 2 * C::Rows::kBytes : kTeams * kOut;
-    char tiles[kTiles];            // k, q; then of each team Y, then solve and pairs
-    float x[kTeams][kC][kPitch];   // X; then its two terms as tiles
+    static constexpr int kTiles = 2 * C::Rows::kBytes > kTeams *kOut ? 2 * C::Rows::kBytes : kTeams * kOut;
+    char tiles[kTiles];                  // k, q; then of each team Y, then solve and pairs
+    float x[kTeams][kC][kPitch];         // X; then its two terms as tiles
     float l[kC][kPitch], p[kC][kPitch];  // L, Q
     Factors f[kTeams];
     float norm_q[kC], norm_k[kC];
@@ -48,12 +48,14 @@ struct Prepare {
     static constexpr int D = C::D;
     const Call &call;
     Smem &smem;
-    const int team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, warp = thread / 32, lane = threadIdx.x % 32;
+    const int team = threadIdx.x / kTeamThreads, thread = threadIdx.x % kTeamThreads, warp = thread / 32,
+              lane = threadIdx.x % 32;
     const int g = lane / 4, q = lane % 4, row = 16 * warp + g;  // and row + 8: the thread's rows of fragments
     float (*const x)[kPitch] = smem.x[team];
     float (*const y)[kPitchY] = reinterpret_cast<float (*)[kPitchY]>(smem.tiles + team * Smem::kOut);
     Factors &f = smem.f[team];
-    static_assert(kHalf * kPitchY * 4 <= Smem::kOut && 2 * Square::kBytes <= sizeof(Smem::x) / kTeams, "what shares memory fits");
+    static_assert(kHalf * kPitchY * 4 <= Smem::kOut && 2 * Square::kBytes <= sizeof(Smem::x) / kTeams,
+                  "what shares memory fits");
     static_assert(sizeof(Smem::x) / kTeams % 1024 == 0, "tiles begin at multiples of 1024");
 
     __device__ __forceinline__ uint32_t s_k() const { return ptx::shared_address(smem.tiles); }
@@ -62,7 +64,9 @@ struct Prepare {
     __device__ __forceinline__ uint32_t s_pairs() const { return s_solve() + Square::kBytes; }
     __device__ __forceinline__ uint32_t s_high() const { return ptx::shared_address(smem.x[team]); }
     __device__ __forceinline__ uint32_t s_low() const { return s_high() + Square::kBytes; }
-    __device__ __forceinline__ void together() const { team == 0 ? ptx::bar_sync(1, kTeamThreads) : ptx::bar_sync(2, kTeamThreads); }
+    __device__ __forceinline__ void together() const {
+        team == 0 ? ptx::bar_sync(1, kTeamThreads) : ptx::bar_sync(2, kTeamThreads);
+    }
     static __device__ __forceinline__ float2 pair(const float *from) { return *reinterpret_cast<const float2 *>(from); }
 
     // 1 / |x| of the rows of q and k: two lanes a row.
@@ -103,7 +107,7 @@ struct Prepare {
                 ptx::mma_m16n8k16<T>(sum[2 * m + 1], a, b[1], b[3]);
             }
         }
-        float(*const to)[kPitch] = of_q ? smem.p : smem.l;
+        float (*const to)[kPitch] = of_q ? smem.p : smem.l;
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             if (n > 2 * warp + 1) continue;
@@ -181,11 +185,13 @@ struct Prepare {
         const int block = thread / 64, i = thread % 64 / 4, j = thread % 4 * 4, column = 32 * block, low = column + 16;
         const auto row4 = [](float *from) -> float4 & { return *reinterpret_cast<float4 *>(from); };
         const auto subtract = [&](float4 &sum, float a, const float4 &b) {
-            sum.x = fmaf(-a, b.x, sum.x), sum.y = fmaf(-a, b.y, sum.y), sum.z = fmaf(-a, b.z, sum.z), sum.w = fmaf(-a, b.w, sum.w);
+            sum.x = fmaf(-a, b.x, sum.x), sum.y = fmaf(-a, b.y, sum.y), sum.z = fmaf(-a, b.z, sum.z),
+            sum.w = fmaf(-a, b.w, sum.w);
         };
         float4 sum = row4(&smem.l[low + i][column + j]);
 #pragma unroll
-        for (int k = 0; k < 16; k++) subtract(sum, smem.l[low + i][column + k] * f.beta[column + k], row4(&x[column + k][column + j]));
+        for (int k = 0; k < 16; k++)
+            subtract(sum, smem.l[low + i][column + k] * f.beta[column + k], row4(&x[column + k][column + j]));
         row4(&y[16 * block + i][j]) = sum;
         together();
 #pragma unroll
@@ -200,7 +206,8 @@ struct Prepare {
                                                 int column, int scaled) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float2 v = pair(&a[first + g + i % 2 * 8][column + 2 * q + i / 2 * 8]), beta = pair(&f.beta[scaled + 2 * q + i / 2 * 8]);
+            const float2 v = pair(&a[first + g + i % 2 * 8][column + 2 * q + i / 2 * 8]),
+                         beta = pair(&f.beta[scaled + 2 * q + i / 2 * 8]);
             split<T>(-v.x * beta.x, -v.y * beta.y, high[i], low[i]);
         }
     }
@@ -253,7 +260,9 @@ struct Prepare {
         together();
     }
 
-    __device__ __forceinline__ float fading(float own, float other) const { return ptx::ex2_approx_ftz(fminf(own - other, 0.0f)); }
+    __device__ __forceinline__ float fading(float own, float other) const {
+        return ptx::ex2_approx_ftz(fminf(own - other, 0.0f));
+    }
 
     // Is a row's key nearly that of several earlier tokens?
     __device__ __forceinline__ bool repeats(const float (&decay)[8][4]) const {

@@ -57,7 +57,9 @@ struct Scan {
     const Ring<kStages> ring{ptx::shared_address(smem.ring)};
 
     __device__ __forceinline__ int chunk_at(int step) const { return job.reverse ? job.chunks - 1 - step : step; }
-    __device__ __forceinline__ int64_t value(int step) const { return call.of_value(job.first_chunk + chunk_at(step), job.item.head); }
+    __device__ __forceinline__ int64_t value(int step) const {
+        return call.of_value(job.first_chunk + chunk_at(step), job.item.head);
+    }
 
     // Warp 4. What the CTAs of a cluster share, each loads a part of, for all.
     __device__ __forceinline__ void load() const {
@@ -93,7 +95,8 @@ struct Scan {
             Chunk c;
             c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC;
             c.length = min(kC, job.item.length - chunk_at(step) * kC);
-            load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane, 32);
+            load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
+                            32);
             ptx::cp_async_mbarrier_arrive_noinc(full);
         }
     }
@@ -285,8 +288,7 @@ struct Scan {
             at.advance();
         }
         if (bad) call.flag(job.item.n, job.item.head);
-        if (kReverse && p.d_initial_state)
-            store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
+        if (kReverse && p.d_initial_state) store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
         if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group<0>();
     }
 };

@@ -17,6 +17,7 @@ template <int n>
 inline void cp_async_bulk_wait_group() {
     cp_async_bulk_wait_group_read<n>();
 }
+inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
 inline uint32_t cluster_nctarank() { return 1; }
 inline uint32_t cluster_ctarank() { return 0; }
 inline uint32_t mapa(uint32_t, uint32_t) { abort(); }
@@ -83,8 +84,8 @@ extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2nor
                        int multiprocessors) {
     BwdParams p;
     p.B = n[0], p.T = n[1], p.H = n[2], p.HV = n[3], p.K = p.V = n[4], p.N = p.P = n[5];
-    Tensor *const to[] = {&p.q,     &p.k,      &p.v,  &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
-                          &p.A_log, &p.dt_bias, &p.dq, &p.dk, &p.dv,   &p.dg,  &p.dbeta,    &p.d_initial_state, &p.dA_log,
+    Tensor *const to[] = {&p.q,       &p.k,       &p.v,  &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
+                          &p.A_log,   &p.dt_bias, &p.dq, &p.dk, &p.dv,   &p.dg,  &p.dbeta,    &p.d_initial_state, &p.dA_log,
                           &p.ddt_bias};
     for (auto *t : to) {
         t->data = (char *)a->data, t->dtype = (DType)a->dtype;
