@@ -19,6 +19,10 @@ set(LINATTN_CUDA_SOURCES
   cuda/backward/delta_bwd.cu
   cuda/backward/delta_bwd_chunk.cu
   cuda/backward/delta_bwd_scan.cu
+  cuda/backward/gdn_bwd.cu
+  cuda/backward/gdn_bwd_gradients.cu
+  cuda/backward/gdn_bwd_prepare.cu
+  cuda/backward/gdn_bwd_scan.cu
   cuda/backward/segment_merge.cu
   cuda/device.cu
   cuda/common/launch.cpp

@@ -1,5 +1,6 @@
 // The CUDA backend: which kernel runs an op, and what has none.
 #include "backward/delta_bwd.h"
+#include "backward/gdn_bwd.h"
 #include "device.h"
 #include "error.h"
 #include "gdn/gdn.h"
@@ -119,11 +120,21 @@ static uint64_t delta_bwd_workspace(const BwdParams &p) {
     return delta_bwd_workspace_bytes(p);
 }
 
+// In chunks wherever rows can be copied 16 bytes at a time, token by token elsewhere.
+static uint64_t gdn_bwd_workspace(const BwdParams &p) {
+    const uint64_t bytes = delta_bwd_workspace(p);
+    return gdn_bwd_chunked_fits(p) ? gdn_bwd_chunked_workspace(p) : bytes;
+}
+
 static const char *delta_bwd(const BwdParams &p) {
     launch_delta_bwd(p);
     return "cuda/recurrent";
 }
-const char *gdn_bwd(const BwdParams &p) { return delta_bwd(p); }
+const char *gdn_bwd(const BwdParams &p) {
+    if (!gdn_bwd_chunked_fits(p)) return delta_bwd(p);
+    launch_gdn_bwd_chunked(p, multiprocessors(p.device));
+    return "cuda/chunked";
+}
 const char *kda_bwd(const BwdParams &p) { return delta_bwd(p); }
 
 static uint64_t delta_segment_workspace(const SegmentParams &p) {
@@ -158,7 +169,7 @@ const Backend &backend() {
     static const Backend table = {{gdn_fwd_workspace, gdn_fwd},           {kda_fwd_workspace, kda_fwd},
                                   {recurrent_workspace, gdn_decode},      {recurrent_workspace, kda_decode},
                                   {recurrent_workspace, gdn_verify},      {recurrent_workspace, kda_verify},
-                                  {delta_commit_workspace, delta_commit}, {delta_bwd_workspace, gdn_bwd},
+                                  {delta_commit_workspace, delta_commit}, {gdn_bwd_workspace, gdn_bwd},
                                   {delta_bwd_workspace, kda_bwd},         {delta_segment_workspace, gdn_segment},
                                   {delta_segment_workspace, kda_segment}, {segment_merge_workspace, segment_merge}};
     return table;

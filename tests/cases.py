@@ -273,7 +273,7 @@ def relative_rms(got, want):
     return difference if size == 0 else difference / size
 
 
-def worst_output_error(got, want, spans, heads=None):
+def worst_output_error(got, want, spans):
     """Largest error of o over sequences, heads, and (apart) each sequence's last block of 64; with where it is."""
     worst = (0.0, "nowhere")
     for n, (b, first, end) in enumerate(spans):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import HARD_GATES, Case
-from gradients import backward, make
+from cases import HARD_GATES, Case, is_token_loop
+from gradients import HALF_PRODUCTS, backward, make
 from harness import check, forward
 from test_segments import (
     DIRECTIONS,
@@ -64,7 +64,8 @@ def test_segments_compose_to_the_whole(gpu, family):
     check_close(final, done.final_state, 3e-3, "final_state")  # the forward may round its operands
     gradients = backward(gpu, whole, inputs)
     d_initial = ends["backward"].values("final_state")
-    check_close(d_initial, gradients["d_initial_state"], TOLERANCE["f32"], "d_initial_state")
+    limit = TOLERANCE["f32"] if is_token_loop(gradients.call.path) else HALF_PRODUCTS
+    check_close(d_initial, gradients["d_initial_state"], limit, "d_initial_state")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

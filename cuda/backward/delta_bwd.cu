@@ -20,6 +20,8 @@ constexpr int kRowThreads = 256;  // 8 rows, one a warp
 __global__ void __launch_bounds__(1024) delta_bwd_plan_kernel(const __grid_constant__ BwdCall call) {
     __shared__ int of_warp[32];
     const int N = static_cast<int>(call.p.N), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (call.w.flags)
+        for (int64_t i = threadIdx.x; i <= N * call.p.HV; i += 1024) call.w.flags[i] = 0;
     int before = 0;
     for (int first = 0; first < N; first += 1024) {
         const int n = first + static_cast<int>(threadIdx.x);
@@ -65,6 +67,7 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __
     constexpr int kCount = D / 32;
     const int lane = threadIdx.x % 32;
     const int64_t step = int64_t{gridDim.x} * (kRowThreads / 32);
+    if (nothing_flagged(call)) return;
     for (int64_t i = int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32; i < p.B * p.T * p.HV; i += step) {
         const int64_t row = i / p.HV, head = i % p.HV, b = row / p.T, t = row % p.T;
         if (!is_token(p, t)) continue;
@@ -91,8 +94,7 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __
             call.w.decay[i] = decay(0);
         }
         if (lane != 0) continue;
-        const float x = load_float(p.beta, element(p.beta, b, t, head));
-        call.w.beta[i] = p.beta_form == BetaForm::Weight ? x : (p.beta_form == BetaForm::LogitsX2 ? 2.0f : 1.0f) * sigmoid(x);
+        call.w.beta[i] = beta_of(p, load_float(p.beta, element(p.beta, b, t, head)));
     }
 }
 
@@ -185,7 +187,8 @@ LaunchConfig rows_config(const BwdParams &p, int64_t rows) {
 
 template <int D>
 void launch_prepare(const BwdCall &call) {
-    const LaunchConfig rows = rows_config(call.p, call.p.B * call.p.T * call.p.HV);
+    LaunchConfig rows = rows_config(call.p, call.p.B * call.p.T * call.p.HV);
+    if (call.w.flags && rows.grid.x > kFlaggedGrid) rows.grid.x = kFlaggedGrid;
     if (call.p.family == Family::Kda)
         launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, true>, rows, call);
     else
@@ -193,20 +196,8 @@ void launch_prepare(const BwdCall &call) {
 }
 
 template <int D>
-void launch_all(const BwdCall &call) {
-    const BwdParams &p = call.p;
-    LaunchConfig config;
-    config.block.x = 1024;
-    config.stream = static_cast<cudaStream_t>(p.stream);
-    launch("delta_bwd_plan_kernel", delta_bwd_plan_kernel, config, call);
-    launch_prepare<D>(call);
-    launch_delta_bwd_scans(call);
-    launch_delta_bwd_chunks(call);
-    launch("delta_bwd_keys_kernel", delta_bwd_keys_kernel<D>, rows_config(p, p.B * p.T * p.H), call);
-    if (!p.dA_log && !p.ddt_bias) return;
-    config.grid.x = (p.HV * channels_of(p) + kRowThreads - 1) / kRowThreads;
-    config.block.x = kRowThreads;
-    launch("delta_bwd_sums_kernel", delta_bwd_sums_kernel, config, call, channels_of(p));
+void launch_keys(const BwdCall &call) {
+    launch("delta_bwd_keys_kernel", delta_bwd_keys_kernel<D>, rows_config(call.p, call.p.B * call.p.T * call.p.H), call);
 }
 
 BwdParams inputs_of(const SegmentParams &s) {
@@ -218,17 +209,46 @@ BwdParams inputs_of(const SegmentParams &s) {
 
 }  // namespace delta_bwd
 
+uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w) { return delta_bwd::cut(p, false, base, w); }
+
 uint64_t delta_bwd_workspace_bytes(const BwdParams &p) {
     BwdWorkspace w = {};
-    return delta_bwd::cut(p, false, nullptr, w) + 256;
+    return cut_delta_bwd_workspace(p, nullptr, w) + 256;
+}
+
+void launch_delta_bwd_plan(const BwdCall &call) {
+    LaunchConfig config;
+    config.block.x = 1024;
+    config.stream = static_cast<cudaStream_t>(call.p.stream);
+    launch("delta_bwd_plan_kernel", delta_bwd::delta_bwd_plan_kernel, config, call);
+}
+
+void launch_delta_bwd_prepare(const BwdCall &call) {
+    call.p.K == 128 ? delta_bwd::launch_prepare<128>(call) : delta_bwd::launch_prepare<64>(call);
+}
+
+void launch_delta_bwd_sums(const BwdCall &call) {
+    const BwdParams &p = call.p;
+    if (!p.dA_log && !p.ddt_bias) return;
+    const int64_t channels = delta_bwd::channels_of(p);
+    LaunchConfig config;
+    config.grid.x = (p.HV * channels + delta_bwd::kRowThreads - 1) / delta_bwd::kRowThreads;
+    config.block.x = delta_bwd::kRowThreads;
+    config.stream = static_cast<cudaStream_t>(p.stream);
+    launch("delta_bwd_sums_kernel", delta_bwd::delta_bwd_sums_kernel, config, call, channels);
 }
 
 void launch_delta_bwd(const BwdParams &p) {
     DeviceGuard guard(p.device);
     BwdCall call = {};
     call.p = p;
-    delta_bwd::cut(p, false, delta_bwd::aligned(p.workspace), call.w);
-    p.K == 128 ? delta_bwd::launch_all<128>(call) : delta_bwd::launch_all<64>(call);
+    cut_delta_bwd_workspace(p, delta_bwd::aligned(p.workspace), call.w);
+    launch_delta_bwd_plan(call);
+    launch_delta_bwd_prepare(call);
+    launch_delta_bwd_scans(call);
+    launch_delta_bwd_chunks(call);
+    p.K == 128 ? delta_bwd::launch_keys<128>(call) : delta_bwd::launch_keys<64>(call);
+    launch_delta_bwd_sums(call);
 }
 
 uint64_t delta_segment_workspace_bytes(const SegmentParams &p) {
@@ -242,7 +262,7 @@ void launch_delta_segment(const SegmentParams &p) {
     call.p = delta_bwd::inputs_of(p);
     call.transition = p.transition, call.added = p.added;
     delta_bwd::cut(call.p, true, delta_bwd::aligned(p.workspace), call.w);
-    p.K == 128 ? delta_bwd::launch_prepare<128>(call) : delta_bwd::launch_prepare<64>(call);
+    launch_delta_bwd_prepare(call);
     launch_delta_segment_scan(call, p.backward);
 }
 

@@ -47,26 +47,6 @@ struct alignas(16) ChunkSmem {
     float beta[kC], sum[2][C::D];       // sums of a chunk: of A_log, of dt_bias
 };
 
-// One chunk of one value head.
-struct Chunk {
-    int64_t row, b, token, head, key_head;  // first row of the workspace; row of T and first token of the caller's arrays
-    int64_t index;
-    int length;
-};
-
-// The chunk with this number: the sequence whose chunks begin at or before it, by bisection.
-__device__ __forceinline__ Chunk find_chunk(const BwdCall &call, int64_t index, int64_t head) {
-    int low = 0, high = static_cast<int>(call.p.N);
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (call.w.chunk_start[middle] <= index ? low : high) = middle;
-    }
-    const Item item = make_item(call.p, low, static_cast<int>(head), 0);
-    const int64_t first = (index - call.w.chunk_start[low]) * kC, left = item.length - first;
-    return {item.batch * call.p.T + item.bos + first, item.batch, item.bos + first, head, head / (call.p.HV / call.p.H), index,
-            static_cast<int>(left < kC ? left : kC)};
-}
-
 template <class C>
 struct ChunkGradients {
     static constexpr int D = C::D, kSlice = C::kSlice;
@@ -371,23 +351,13 @@ struct ChunkGradients {
         }
     }
 
-    // Through the gate: d(raw gate input) from d(log decay); adds what A_log and dt_bias get.
-    __device__ __forceinline__ float through_gate(float dg, int t, int of_channel, float amplitude, float &dA,
-                                                  float &dbias) const {
+    // d(raw gate input) from d(log decay); adds what A_log and dt_bias get.
+    __device__ __forceinline__ float gate_gradient(float dg, int t, int of_channel, float amplitude, float &dA,
+                                                   float &dbias) const {
         const BwdParams &p = call.p;
         if (p.gate == Gate::None) return dg;
         const float x = gate_input(p, element(p.g, c.b, c.token + t, c.head, C::kKda ? of_channel : 0), c.head, of_channel);
-        float dx, log_amplitude;
-        if (p.gate == Gate::Softplus) {
-            dx = -amplitude * sigmoid(x) * dg;
-            log_amplitude = dg == 0.0f ? 0.0f : dg * log_decay(p, x, amplitude);  // 0 at a full reset, whose log decay is -inf
-        } else {
-            const float at = amplitude * x;
-            dx = dg * static_cast<float>(p.lower_bound) * amplitude * sigmoid(at) * sigmoid(-at);
-            log_amplitude = dx == 0.0f ? 0.0f : dx * x;
-        }
-        dA += log_amplitude, dbias += dx;
-        return dx;
+        return through_gate(p, x, dg, amplitude, dA, dbias);
     }
 
     // Pass 5.
@@ -400,7 +370,7 @@ struct ChunkGradients {
         if constexpr (C::kKda) {
             for (int t = 0; t < c.length; ++t)
                 store_float(p.dg, element(p.dg, c.b, c.token + t, c.head, channel),
-                            through_gate(smem.dg[t][channel], t, channel, amplitude, dA, dbias));
+                            gate_gradient(smem.dg[t][channel], t, channel, amplitude, dA, dbias));
         }
         for (int t = warp; t < c.length; t += D / 32) {
             float dbeta = 0.0f, dg = 0.0f;
@@ -412,12 +382,9 @@ struct ChunkGradients {
             if constexpr (!C::kKda) dg = sum_over<32>(dg);
             if (lane != 0) continue;
             if constexpr (!C::kKda)
-                store_float(p.dg, element(p.dg, c.b, c.token + t, c.head), through_gate(dg, t, 0, amplitude, dA, dbias));
-            if (p.beta_form != BetaForm::Weight) {
-                const float x = load_float(p.beta, element(p.beta, c.b, c.token + t, c.head));
-                dbeta *= (p.beta_form == BetaForm::LogitsX2 ? 2.0f : 1.0f) * sigmoid(x) * sigmoid(-x);
-            }
-            store_float(p.dbeta, element(p.dbeta, c.b, c.token + t, c.head), dbeta);
+                store_float(p.dg, element(p.dg, c.b, c.token + t, c.head), gate_gradient(dg, t, 0, amplitude, dA, dbias));
+            const float x = load_float(p.beta, element(p.beta, c.b, c.token + t, c.head));
+            store_float(p.dbeta, element(p.dbeta, c.b, c.token + t, c.head), through_beta(p, x, dbeta));
         }
         if (p.gate == Gate::None) return;
         const int64_t at = c.index * p.HV + c.head;
@@ -439,8 +406,10 @@ __global__ void __launch_bounds__(C::D) delta_bwd_chunk_kernel(const __grid_cons
     extern __shared__ __align__(16) char smem_bytes[];
     ChunkSmem<C> &smem = *reinterpret_cast<ChunkSmem<C> *>(smem_bytes);
     const int64_t HV = call.p.HV;
+    if (nothing_flagged(call)) return;
     for (int64_t i = blockIdx.x; i < call.w.chunk_start[call.p.N] * HV; i += gridDim.x) {
-        const Chunk chunk = find_chunk(call, i / HV, i % HV);
+        const Chunk chunk = find_chunk(call.p, call.w.chunk_start, i / HV, i % HV);
+        if (left_out(call, chunk.n, chunk.head)) continue;
         __syncthreads();  // the previous chunk's shared memory
         for (int t = threadIdx.x; t < chunk.length; t += C::D) smem.beta[t] = call.w.beta[(chunk.row + t) * HV + chunk.head];
         const ChunkGradients<C> gradients{call, chunk, smem};
@@ -456,7 +425,8 @@ template <class C>
 void launch_chunks(const BwdCall &call) {
     LaunchConfig config;
     config.grid.x = call.w.chunks * call.p.HV;
-    if (config.grid.x > (int64_t{1} << 30)) config.grid.x = int64_t{1} << 30;
+    const int64_t most = call.w.flags ? kFlaggedGrid : int64_t{1} << 30;
+    if (config.grid.x > most) config.grid.x = most;
     config.block.x = C::D;
     config.smem_bytes = sizeof(ChunkSmem<C>);
     config.stream = static_cast<cudaStream_t>(call.p.stream);

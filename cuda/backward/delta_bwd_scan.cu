@@ -220,7 +220,9 @@ __global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_c
     const BwdParams &p = call.p;
     const Lane lane;
     const Tensor marks = chunk_states<C::D>(C::kReverse ? call.w.grads : call.w.states, p.HV);
+    if (nothing_flagged(call)) return;
     for (int64_t i = blockIdx.x; i < p.N * p.HV * C::kBlocksV; i += gridDim.x) {
+        if (left_out(call, i / C::kBlocksV / p.HV, i / C::kBlocksV % p.HV)) continue;
         const int column = static_cast<int>(i % C::kBlocksV) * kColumns;
         const bool of_values = column < C::D;
         const Item item = make_item(p, i / C::kBlocksV / p.HV, static_cast<int>(i / C::kBlocksV % p.HV), column % C::D);
@@ -271,7 +273,8 @@ template <class C>
 void launch_scan(const BwdCall &call) {
     LaunchConfig config;
     config.grid.x = call.p.N * call.p.HV * C::kBlocksV;
-    if (config.grid.x > (int64_t{1} << 30)) config.grid.x = int64_t{1} << 30;
+    const int64_t most = call.w.flags ? kFlaggedGrid : int64_t{1} << 30;
+    if (config.grid.x > most) config.grid.x = most;
     config.block.x = kThreads;
     config.smem_bytes = sizeof(ScanSmem<C>);
     config.stream = static_cast<cudaStream_t>(call.p.stream);

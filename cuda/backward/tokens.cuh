@@ -31,6 +31,67 @@ __device__ __forceinline__ float gate_input(const DeltaParams &p, int64_t at, in
     return p.dt_bias ? x + load_float(p.dt_bias, head * p.dt_bias.stride[0] + channel * p.dt_bias.stride[1]) : x;
 }
 
+// Through the gate: d(raw gate input x) from d(log decay); adds what A_log and dt_bias get.
+__device__ __forceinline__ float through_gate(const DeltaParams &p, float x, float dg, float amplitude, float &dA,
+                                              float &dbias) {
+    float dx, log_amplitude;
+    if (p.gate == Gate::Softplus) {
+        dx = -amplitude * sigmoid(x) * dg;
+        log_amplitude = dg == 0.0f ? 0.0f : dg * log_decay(p, x, amplitude);  // 0 at a full reset, whose log decay is -inf
+    } else {
+        const float at = amplitude * x;
+        dx = dg * static_cast<float>(p.lower_bound) * amplitude * sigmoid(at) * sigmoid(-at);
+        log_amplitude = dx == 0.0f ? 0.0f : dx * x;
+    }
+    dA += log_amplitude, dbias += dx;
+    return dx;
+}
+
+// Through the form of beta: d(raw input x) from d(beta).
+__device__ __forceinline__ float through_beta(const DeltaParams &p, float x, float dbeta) {
+    if (p.beta_form == BetaForm::Weight) return dbeta;
+    return dbeta * ((p.beta_form == BetaForm::LogitsX2 ? 2.0f : 1.0f) * sigmoid(x) * sigmoid(-x));
+}
+
+__device__ __forceinline__ float beta_of(const DeltaParams &p, float x) {
+    if (p.beta_form == BetaForm::Weight) return x;
+    return (p.beta_form == BetaForm::LogitsX2 ? 2.0f : 1.0f) * sigmoid(x);
+}
+
+// One chunk of one value head.
+struct Chunk {
+    int64_t row, b, token, head, key_head;  // first row of the workspace; row of T and first token of the caller's arrays
+    int64_t index, n;                       // of all chunks; sequence
+    int length;
+};
+
+// The chunk with this number: the sequence whose chunks begin at or before it, by bisection.
+__device__ __forceinline__ Chunk find_chunk(const DeltaParams &p, const int *chunk_start, int64_t index, int64_t head) {
+    int low = 0, high = static_cast<int>(p.N);
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (chunk_start[middle] <= index ? low : high) = middle;
+    }
+    const Item item = make_item(p, low, static_cast<int>(head), 0);
+    const int64_t first = (index - chunk_start[low]) * kBwdChunk, left = item.length - first;
+    return {item.batch * p.T + item.bos + first,
+            item.batch,
+            item.bos + first,
+            head,
+            head / (p.HV / p.H),
+            index,
+            low,
+            static_cast<int>(left < kBwdChunk ? left : kBwdChunk)};
+}
+
+// With flags: is the head without one, or are all of them? Then other kernels have done it.
+__device__ __forceinline__ bool left_out(const BwdCall &call, int64_t n, int64_t head) {
+    return call.w.flags && !call.w.flags[n * call.p.HV + head];
+}
+__device__ __forceinline__ bool nothing_flagged(const BwdCall &call) {
+    return call.w.flags && !call.w.flags[call.p.N * call.p.HV];
+}
+
 // The state arrays of the workspace as a tensor [chunks][HV][K][V] whose columns of K are contiguous.
 template <int D>
 __device__ __forceinline__ Tensor chunk_states(float *data, int64_t HV) {

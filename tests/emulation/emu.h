@@ -73,7 +73,6 @@ inline int __float_as_int(float x) {
     return i;
 }
 inline unsigned __float_as_uint(float x) { return (unsigned)__float_as_int(x); }
-inline int __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 inline __half2 emu_half2(float a, float b) { return __half2(__float2half_rn(a), __float2half_rn(b)); }
 #define EMU_HALF2(name, expression)                                                                         \
     inline __half2 name(__half2 a, __half2 b) {                                                             \
@@ -154,7 +153,7 @@ inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 // mbarrier
 struct MB {
-    uint8_t phase, expected;
+    uint16_t phase : 1, expected : 15;
     int16_t pending;
     int32_t tx;
 };
@@ -170,7 +169,7 @@ inline void mb_check(MB &m) {
         m.pending = m.expected;
     }
 }
-inline void mbarrier_init(uint32_t b, uint32_t n) { mb(b) = {0, (uint8_t)n, (int16_t)n, 0}; }
+inline void mbarrier_init(uint32_t b, uint32_t n) { mb(b) = {0, (uint16_t)n, (int16_t)n, 0}; }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t b) {
     mb(b).pending--;

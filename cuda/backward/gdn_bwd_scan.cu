@@ -1,0 +1,336 @@
+// Second kernel of the chunked GDN backward: S from the first chunk to the last and its gradient D from the last to the first, side
+// by side, since neither needs the other. Per chunk, with tokens in rows, factors of rows (beta, fade, write, ...), and solve = -X
+// and pairs from gdn_bwd_prepare.cu:
+//
+//   forward   r = v + fade k S;    e = r + solve (beta r);                      S = 2^G_last S + k^T (write e)
+//   reverse   y = left k D;        dr = pairs^T do + y + solve^T (beta y);      D = 2^G_last D + q^T (query do) + k^T (erase dr)
+//
+// One CTA per sequence, value head, 64 columns of V and direction; the two halves of V are a cluster, whose CTAs each load half of
+// what both need. A warpgroup holds the transposed state, V x K, in fp32 accumulators; packed to 16 bits it is the left operand of
+// the product that needs it, and what goes to memory. Transposed, r, e, y and dr come out as the left operands of what follows, so
+// nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
+//
+// Roles: warps 0 to 3 compute; warp 4 loads: tiles by bulk copies, v or do row by row, three stages.
+// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
+// y 32, do 32.
+#include "common/launch.h"
+#include "common/states.cuh"
+#include "gdn_bwd.cuh"
+
+namespace linattn::cuda::gdn_bwd {
+
+constexpr int kScanThreads = 160, kStages = 3;
+
+template <class C>
+struct alignas(1024) ScanStage {
+    char k[C::Rows::kBytes], q[C::Rows::kBytes];              // q: reverse only
+    char solve[C::Square::kBytes], pairs[C::Square::kBytes];  // pairs: reverse only
+    char x[C::Half::kBytes];                                  // v; do
+    alignas(1024) Factors f;
+};
+
+template <class C>
+struct alignas(1024) ScanSmem {
+    ScanStage<C> stage[kStages];
+    char state[C::HalfState::kBytes], x[C::Half::kBytes];  // on their way out: the state; e or dr
+    alignas(8) char ring[Ring<kStages>::kBytes];
+};
+
+// What one CTA does.
+struct Job {
+    Item item;
+    int64_t first_chunk;
+    int chunks;
+    bool reverse;
+};
+
+template <class C>
+struct Scan {
+    using T = typename C::T;
+    using Rows = typename C::Rows;
+    using Half = typename C::Half;
+    using Square = typename C::Square;
+    static constexpr int D = C::D, kSteps = D / 16;
+    const Call &call;
+    ScanSmem<C> &smem;
+    const Job &job;
+    const Ring<kStages> ring{ptx::shared_address(smem.ring)};
+
+    __device__ __forceinline__ int chunk_at(int step) const { return job.reverse ? job.chunks - 1 - step : step; }
+    __device__ __forceinline__ int64_t value(int step) const {
+        return call.of_value(job.first_chunk + chunk_at(step), job.item.head);
+    }
+
+    // Warp 4. What the CTAs of a cluster share, each loads a part of, for all.
+    __device__ __forceinline__ void load() const {
+        const BwdParams &p = call.p();
+        const int lane = threadIdx.x % 32;
+        const uint32_t parts = ptx::cluster_nctarank(), part = ptx::cluster_ctarank();
+        const int64_t key_head = job.item.head / (p.HV / p.H);
+        RingState<kStages> at;
+        for (int step = 0; step < job.chunks; step++, at.advance()) {
+            ScanStage<C> &stage = smem.stage[at.stage];
+            const uint32_t full = ring.full(at.stage);
+            ring.wait_empty(at);
+            if (lane == 0) {
+                const int64_t own = value(step), key = call.of_key(job.first_chunk + chunk_at(step), key_head);
+                const auto copy = [&](char *to, const char *from, uint32_t bytes) {
+                    const uint32_t own_bytes = bytes / parts, first = part * own_bytes;
+                    if (parts == 1)
+                        ptx::cp_async_bulk_load(ptx::shared_address(to), from, bytes, full);
+                    else
+                        ptx::cp_async_bulk_load_multicast(ptx::shared_address(to) + first, from + first, own_bytes, full,
+                                                          static_cast<uint16_t>((1 << parts) - 1));
+                };
+                const int tiles = job.reverse ? 2 : 1;
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors));
+                copy(stage.k, tile_of<Rows>(call.k, key), Rows::kBytes);
+                copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
+                copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
+                if (job.reverse) {
+                    copy(stage.q, tile_of<Rows>(call.q, key), Rows::kBytes);
+                    copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
+                }
+            }
+            Chunk c;
+            c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC;
+            c.length = min(kC, job.item.length - chunk_at(step) * kC);
+            load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
+                            32);
+            ptx::cp_async_mbarrier_arrive_noinc(full);
+        }
+    }
+
+    // f(i, factor) for the tokens of the accumulators' pairs: i counts pairs of neighbouring tokens.
+    static __device__ __forceinline__ float2 factor(const float *of, int j) {
+        return *reinterpret_cast<const float2 *>(of + 8 * j + threadIdx.x % 4 * 2);
+    }
+    // A fragments of x times factors of tokens, from accumulators V x tokens.
+    static __device__ __forceinline__ void pack_scaled(uint32_t (&a)[4][4], const float (&x)[32], const float *of) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(of, j);
+            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f.x * x[4 * j], f.y * x[4 * j + 1]);
+            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f.x * x[4 * j + 2], f.y * x[4 * j + 3]);
+        }
+    }
+    // v or do as fragments V x tokens.
+    static __device__ __forceinline__ void load_transposed(uint32_t (&a)[4][4], uint32_t tile) {
+        const int lane = opaque_lane(), warp = threadIdx.x / 32;
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+            ptx::ldmatrix_x4_trans(a[s], tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8));
+    }
+    // e or dr to its place on the way out, tokens in rows.
+    __device__ __forceinline__ void stage_rows(const float (&x)[32]) const {
+        const int lane = opaque_lane(), warp = threadIdx.x / 32;
+        const uint32_t tile = ptx::shared_address(smem.x);
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            uint32_t a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = ptx::cvt_rn_x2<T>(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+            ptx::stmatrix_x4_trans(tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8), a);
+        }
+    }
+    __device__ __forceinline__ void stage_state(const uint32_t (&a)[kSteps][4]) const {
+        const int lane = opaque_lane(), warp = threadIdx.x / 32;
+#pragma unroll
+        for (int s = 0; s < kSteps; s++)
+            ptx::stmatrix_x4(ptx::shared_address(smem.state) + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
+    }
+    // By one thread, when all have staged theirs.
+    __device__ __forceinline__ void store(int64_t own) const {
+        const int half = job.item.v_cta / 64;
+        char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
+#pragma unroll
+        for (int panel = 0; panel < D / 64; panel++)
+            ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
+                                     ptx::shared_address(smem.state) + panel * C::Half::kBytes, C::Half::kBytes);
+        ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
+                                 ptx::shared_address(smem.x), C::Half::kBytes);
+        ptx::cp_async_bulk_commit_group();
+    }
+
+    static __device__ __forceinline__ void together() { ptx::bar_sync(1, 128); }
+    // What the chunk before gave out has left shared memory.
+    static __device__ __forceinline__ void when_sent() {
+        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<0>();
+        together();
+    }
+    // To the loaders of all CTAs whose copies land in this stage.
+    __device__ __forceinline__ void give_back(int stage) const {
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) return;
+        const uint32_t barrier = ring.empty(stage);
+        if (ptx::cluster_nctarank() == 1) return ptx::mbarrier_arrive(barrier);
+        for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
+    }
+
+    // S, before the chunk, becomes S after it; true on overflow.
+    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int64_t own) const {
+        float e[32];
+        uint32_t state[kSteps][4], a[4][4];
+        pack<T>(state, S);
+        register_fence(state);
+        issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        load_transposed(a, ptx::shared_address(stage.x));
+        when_sent();
+        stage_state(state);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(e), register_fence(state);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(stage.f.fade, j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 v = unpack(T{}, a[j / 2][j % 2 * 2 + half]);
+                e[4 * j + 2 * half] = fmaf(f.x, e[4 * j + 2 * half], v.x);
+                e[4 * j + 2 * half + 1] = fmaf(f.y, e[4 * j + 2 * half + 1], v.y);
+            }
+        }
+        pack_scaled(a, e, stage.f.beta);
+        bool bad = overflows<T>(state) || overflows<T>(a);
+        register_fence(a), ptx::register_fence(e);
+        issue<T, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        const float decay = stage.f.decay;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) S[i] *= decay;
+        ptx::register_fence(S);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(e), register_fence(a);
+        pack_scaled(a, e, stage.f.write);
+        register_fence(a), ptx::register_fence(S);
+        issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
+        stage_rows(e);
+        ptx::fence_proxy_async_shared_cta();
+        together();
+        if (threadIdx.x == 0) store(own);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(S), register_fence(a);
+        return bad || overflows<T>(a);
+    }
+
+    // D, after the chunk, becomes D before it.
+    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int64_t own) const {
+        float dr[32], y[32];
+        uint32_t state[kSteps][4], a[4][4], d_o[4][4];
+        pack<T>(state, grad);
+        load_transposed(d_o, ptx::shared_address(stage.x));
+        register_fence(d_o), register_fence(state);
+        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
+        const float decay = stage.f.decay;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(stage.f.query, j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 x = unpack(T{}, d_o[j / 2][j % 2 * 2 + half]);
+                a[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) grad[i] *= decay;
+        register_fence(a), ptx::register_fence(grad);
+        issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
+        when_sent();
+        stage_state(state);
+        ptx::wgmma_wait_group<1>();
+        ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
+        bool bad = overflows<T>(state) || overflows<T>(a);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 f = factor(stage.f.left, j);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                y[4 * j + 2 * half] *= f.x, y[4 * j + 2 * half + 1] *= f.y;
+                dr[4 * j + 2 * half] += y[4 * j + 2 * half], dr[4 * j + 2 * half + 1] += y[4 * j + 2 * half + 1];
+            }
+        }
+        pack_scaled(d_o, y, stage.f.beta);
+        bad = bad || overflows<T>(d_o);
+        register_fence(d_o), ptx::register_fence(dr);
+        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(dr), register_fence(d_o), register_fence(a), ptx::register_fence(grad);
+        pack_scaled(a, dr, stage.f.erase);
+        register_fence(a);
+        issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
+        stage_rows(dr);
+        ptx::fence_proxy_async_shared_cta();
+        together();
+        if (threadIdx.x == 0) store(own);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(grad), register_fence(a);
+        return bad || overflows<T>(a);
+    }
+
+    template <bool kReverse>
+    __device__ __forceinline__ void compute() const {
+        const BwdParams &p = call.p();
+        const int lane = threadIdx.x % 32, row = job.item.v_cta + static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
+        const Tensor &start = kReverse ? p.d_final_state : p.state_in;
+        float S[D / 2];
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) S[i] = 0.0f;
+        if (start) load_state(S, start, job.item.n, job.item.head, row, lane % 4 * 2);
+        RingState<kStages> at;
+        bool bad = false;
+#pragma unroll 1
+        for (int step = 0; step < job.chunks; step++) {
+            ring.wait_full(at);
+            const ScanStage<C> &stage = smem.stage[at.stage];
+            const int64_t own = value(step);
+            const bool overflow = kReverse ? reverse(S, stage, own) : forward(S, stage, own);
+            bad = bad || overflow;
+            give_back(at.stage);
+            at.advance();
+        }
+        if (bad) call.flag(job.item.n, job.item.head);
+        if (kReverse && p.d_initial_state) store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
+        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group<0>();
+    }
+};
+
+template <class C>
+__global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __grid_constant__ Call call) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
+    const BwdParams &p = call.p();
+    // Reverse scans, which take longer, come first.
+    const int64_t states = p.N * p.HV * C::kHalves, index = blockIdx.x % states;
+    const int half = static_cast<int>(index % C::kHalves), head = static_cast<int>(index / C::kHalves % p.HV);
+    Job job;
+    job.item = make_item(p, index / C::kHalves / p.HV, head, 64 * half);
+    job.reverse = blockIdx.x < states;
+    job.first_chunk = call.exact.w.chunk_start[job.item.n];
+    job.chunks = (job.item.length + kC - 1) / kC;
+    const Scan<C> scan{call, smem, job};
+    const bool alone = ptx::cluster_nctarank() == 1;
+    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * ptx::cluster_nctarank());
+    __syncthreads();
+    if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
+    if (threadIdx.x >= 128)
+        scan.load();
+    else if (job.reverse)
+        scan.template compute<true>();
+    else
+        scan.template compute<false>();
+    if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();  // until nobody writes here any more
+}
+
+void launch_scan(const Call &call) {
+    for_config(call.exact.p, [&](auto config) {
+        using C = decltype(config);
+        LaunchConfig launch_config;
+        launch_config.grid.x = 2 * call.exact.p.N * call.exact.p.HV * C::kHalves;
+        launch_config.block.x = kScanThreads;
+        launch_config.cluster.x = C::kHalves;
+        launch_config.smem_bytes = sizeof(ScanSmem<C>);
+        launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
+        launch("gdn_bwd_scan_kernel", gdn_bwd_scan_kernel<C>, launch_config, call);
+    });
+}
+
+}  // namespace linattn::cuda::gdn_bwd

@@ -1,0 +1,103 @@
+// The chunked GDN backward for gdn_bwd.py. The kernels in float are left out: a flagged sequence and head is reported.
+#define EMULATED gdn_bwd
+#include "emu.h"
+namespace linattn::ptx {
+inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t n) {
+    if (d % 16 || (uintptr_t)s % 16) abort();
+    memset(at(d), 0, 16);
+    memcpy(at(d), s, n);
+}
+inline void cp_async_commit_group() {}
+template <int>
+inline void cp_async_wait_group() {}
+inline void cp_async_bulk_store(void *d, uint32_t s, uint32_t n) {
+    stores[cur].push_back([=] { memcpy(d, at(s), n); });
+}
+template <int n>
+inline void cp_async_bulk_wait_group() {
+    cp_async_bulk_wait_group_read<n>();
+}
+inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
+inline uint32_t cluster_nctarank() { return 1; }
+inline uint32_t cluster_ctarank() { return 0; }
+inline uint32_t mapa(uint32_t, uint32_t) { abort(); }
+inline void mbarrier_arrive_cluster_release_cta(uint32_t) { abort(); }
+inline void barrier_cluster_arrive() { abort(); }
+inline void barrier_cluster_wait() { abort(); }
+inline void cp_async_bulk_load_multicast(uint32_t, const void *, uint32_t, uint32_t, uint16_t) { abort(); }
+inline void cp_async_mbarrier_arrive_noinc(uint32_t b) { mbarrier_arrive(b); }
+}  // namespace linattn::ptx
+using std::min;
+#include "backward/gdn_bwd.cu"
+#include "backward/gdn_bwd_gradients.cu"
+#include "backward/gdn_bwd_prepare.cu"
+#include "backward/gdn_bwd_scan.cu"
+
+namespace linattn::cuda {
+uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w) {
+    uint64_t used = 0;
+    const auto take = [&](auto *&piece, int64_t count) {
+        piece = base ? reinterpret_cast<std::remove_reference_t<decltype(piece)>>(base + used) : nullptr;
+        used += (count * sizeof(*piece) + 255) / 256 * 256;
+    };
+    w.chunks = p.cu_seqlens ? p.T / kBwdChunk + p.N : p.B * ((p.T + kBwdChunk - 1) / kBwdChunk);
+    take(w.chunk_start, p.N + 1);
+    take(w.states, w.chunks * p.HV * p.K * p.V), take(w.grads, w.chunks * p.HV * p.K * p.V);
+    take(w.dA, w.chunks * p.HV), take(w.dbias, w.chunks * p.HV);
+    take(w.dq, p.B * p.T * p.HV * p.K), take(w.dk, p.B * p.T * p.HV * p.K);
+    return used;
+}
+static BwdCall last;
+void launch_delta_bwd_plan(const BwdCall &call) {
+    int sum = 0;
+    for (int n = 0; n < call.p.N; n++) {
+        call.w.chunk_start[n] = sum;
+        sum += (make_item(call.p, n, 0, 0).length + kBwdChunk - 1) / kBwdChunk;
+    }
+    call.w.chunk_start[call.p.N] = sum;
+    for (int i = 0; i <= call.p.N * call.p.HV; i++) call.w.flags[i] = 0;
+}
+void launch_delta_bwd_prepare(const BwdCall &) {}
+void launch_delta_bwd_scans(const BwdCall &) {}
+void launch_delta_bwd_chunks(const BwdCall &) {}
+void launch_delta_bwd_sums(const BwdCall &call) {
+    const BwdParams &p = call.p;
+    for (int h = 0; h < p.HV; h++) {
+        float a = 0, b = 0;
+        for (int c = 0; c < call.w.chunk_start[p.N]; c++) a += call.w.dA[c * p.HV + h], b += call.w.dbias[c * p.HV + h];
+        if (p.dA_log) ((float *)p.dA_log.data)[h] = a;
+        if (p.ddt_bias) ((float *)p.ddt_bias.data)[h] = b;
+    }
+    last = call;
+}
+}  // namespace linattn::cuda
+
+using namespace linattn;
+struct Plain {
+    void *data;
+    int64_t stride[5];
+    int32_t dtype;
+};
+// arrays: q k v g beta d_o | state_in d_final_state cu_seqlens A_log dt_bias | dq dk dv dg dbeta d_initial_state dA_log ddt_bias.
+// sizes: B T H HV K N. Returns how many sequences and heads were flagged.
+extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2norm, int gate, int beta_form, double lower,
+                       int multiprocessors) {
+    BwdParams p;
+    p.B = n[0], p.T = n[1], p.H = n[2], p.HV = n[3], p.K = p.V = n[4], p.N = p.P = n[5];
+    Tensor *const to[] = {&p.q,       &p.k,       &p.v,  &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
+                          &p.A_log,   &p.dt_bias, &p.dq, &p.dk, &p.dv,   &p.dg,  &p.dbeta,    &p.d_initial_state, &p.dA_log,
+                          &p.ddt_bias};
+    for (auto *t : to) {
+        t->data = (char *)a->data, t->dtype = (DType)a->dtype;
+        memcpy(t->stride, a->stride, sizeof t->stride);
+        a++;
+    }
+    p.scale = scale, p.qk_l2norm = l2norm, p.gate = (Gate)gate, p.beta_form = (BetaForm)beta_form, p.lower_bound = lower;
+    if (!cuda::gdn_bwd_chunked_fits(p)) return -1;
+    std::vector<char> workspace(cuda::gdn_bwd_chunked_workspace(p), -1);
+    p.workspace.data = workspace.data();
+    cuda::launch_gdn_bwd_chunked(p, multiprocessors);
+    int flagged = 0;
+    for (int i = 0; i < p.N * p.HV; i++) flagged += cuda::last.w.flags[i];
+    return flagged;
+}

@@ -1,0 +1,133 @@
+"""The chunked GDN backward in the emulation, against the float64 reverse loop. See README.md.
+
+python gdn_bwd.py LIBRARY [part of a case's name]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[i]) for i in (1, 2)]
+from arrays import decode, encode  # noqa: E402
+from cases import HARD_GATES, HARD_KEYS, Case  # noqa: E402
+from gradients import OF, expected, fault_of, make, worst_error  # noqa: E402
+
+NUMBER = {"f32": 1, "bf16": 3, "f16": 4, "i32": 5, "i64": 6}
+INPUTS = (
+    "q", "k", "v", "g", "beta", "d_o", "initial_state", "d_final_state", "cu_seqlens", "A_log", "dt_bias",
+)  # fmt: skip
+
+
+class Plain(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("stride", ctypes.c_int64 * 5),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+def plain(words, dtype):
+    if words is None:
+        return Plain()
+    strides = [s // words.itemsize for s in words.strides]
+    return Plain(words.ctypes.data, (ctypes.c_int64 * 5)(*strides), NUMBER[dtype])
+
+
+def aligned(shape, dtype, values=None):
+    words = encode(np.zeros(shape) if values is None else values, dtype)
+    raw = np.empty(words.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + words.nbytes].view(words.dtype).reshape(words.shape)
+    out[...] = words if values is not None else (0x7FC0 if dtype == "bf16" else np.nan)
+    return out
+
+
+def run(library, case, drop=(), multiprocessors=3):
+    inputs = {name: x for name, x in make(case).items() if name not in drop}
+    arrays = {
+        name: (aligned(x.values.shape, x.dtype, x.values) if x.dtype in ("f32", "bf16", "f16")
+               else x.values.astype({"i32": np.int32, "i64": np.int64}[x.dtype]), x.dtype)
+        for name, x in inputs.items()
+    }  # fmt: skip
+    outputs = {
+        name: (aligned(inputs[source].values.shape, inputs[source].dtype), inputs[source].dtype)
+        for name, source in OF.items()
+        if source in inputs
+    }
+    N, HV = len(case.lengths), case.HV
+    outputs.setdefault(
+        "d_initial_state", (aligned((N, HV, case.K, case.V), case.state), case.state)
+    )
+    given = [arrays.get(name, (None, None)) for name in INPUTS]
+    given += [outputs.get(name, (None, None)) for name in OF]
+    B, T, H, K = inputs["q"].values.shape
+    sizes = (ctypes.c_int64 * 6)(B, T, H, HV, K, N)
+    o = case.keywords
+    flagged = library.emulate(
+        (Plain * len(given))(*(plain(*x) for x in given)), sizes, ctypes.c_double(o.get("scale", K**-0.5)),
+        int(o.get("qk_l2norm", False)), {"none": 0, "softplus": 1, "bounded": 2}[o.get("gate", "none")],
+        {"weight": 0, "logits": 1, "logits_x2": 2}[o.get("beta_form", "weight")],
+        ctypes.c_double(o.get("lower_bound", 0.0)), multiprocessors,
+    )  # fmt: skip
+    if flagged:
+        return print(
+            "ok " if case.gates in HARD_KEYS else "BAD", case.id, f"flagged {flagged}", flush=True
+        )
+    want = expected(case, inputs)
+    texts, bad = [], False
+    for name, (words, dtype) in outputs.items():
+        values = getattr(want, name)
+        values = np.where(np.abs(values) < 1.2e-38, 0, values)
+        error, _ = worst_error(name, decode(words, dtype), values, case.spans)
+        fault = fault_of(case, inputs, name, decode(words, dtype), values, dtype, "cuda/chunked")
+        bad = bad or fault
+        texts.append(
+            fault or f"{name} {error:.1e}" + ("" if error <= 1e-2 else " (small beside its terms)")
+        )
+    print("BAD" if bad else "ok ", case.id, f"flagged {flagged}:", ", ".join(texts), flush=True)
+
+
+def cases():
+    for D in (128, 64):
+        yield Case("gdn", (64,), 1, 1, D, D, "bf16", gates="zero", initial=False)
+        yield Case("gdn", (70, 0, 1, 65), 1, 2, D, D, "bf16")
+        yield Case(
+            "gdn", (70, 33), 2, 4, D, D, "f16", options=(("qk_l2norm", True), ("scale", -0.3))
+        )
+        for gate in ((("gate", "softplus"),), (("gate", "bounded"), ("lower_bound", -5.0))):
+            for form in ("logits", "logits_x2"):
+                options = (("qk_l2norm", True), ("beta_form", form), *gate)
+                yield Case("gdn", (150,), 1, 3, D, D, "bf16", options=options)
+        yield Case(
+            "gdn", (67, 67), 2, 2, D, D, "bf16", packed=False, state_dtype="bf16", gate_dtype="bf16"
+        )
+        for gates in HARD_GATES:
+            yield Case("gdn", (130, 64), 1, 2, D, D, "bf16", gates=gates)
+        yield Case("gdn", (67, 67, 67), 2, 4, D, D, "bf16", packed=False)
+
+
+def hard_keys():
+    """Which sequences and heads are flagged: all of these."""
+    for gates in HARD_KEYS:
+        yield Case("gdn", (128,), 1, 1, 128, 128, "bf16", gates=gates)
+
+
+if __name__ == "__main__":
+    loaded = ctypes.CDLL(sys.argv[1])
+    wanted = sys.argv[2] if len(sys.argv) > 2 else ""
+    for one in cases():
+        if wanted in one.id:
+            run(loaded, one)
+    bounded = Case(
+        "gdn", (70,), 2, 2, 64, 64, "bf16", options=(("gate", "bounded"), ("lower_bound", -5.0))
+    )
+    for left_out in (("A_log",), ("dt_bias",), ("A_log", "dt_bias")):
+        if wanted in bounded.id:
+            run(loaded, bounded, left_out)
+    for one in hard_keys():
+        if wanted in one.id:
+            run(loaded, one)
