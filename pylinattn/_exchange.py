@@ -102,7 +102,9 @@ class Exchange:
         except Exception:  # the other way says what is wrong
             return False
         key, args = self.borrow(op, arrays, scalars)
-        if not key:
+        if not key or self.any_negated(arrays):
+            return False
+        if self.records_gradients() and self.any_requires_grad(*arrays):
             return False
         self.launch(op, key, args, arrays)
         return True
@@ -110,19 +112,25 @@ class Exchange:
     def borrow(
         self, op: Op, arrays: tuple[Any, ...], scalars: tuple[Any, ...], views: bytes | None = None
     ) -> tuple[int, bytes]:
-        """A hash of layouts and scalars, and the argument struct; 0 if this is not a plain call."""
+        """A hash of layouts and scalars, and the argument struct; 0 if this is not a plain call.
+
+        Gradients to record and negated views are left to the caller to ask for.
+        """
         try:
             args = op.pack_scalars(op.size, *scalars, 0)
             # These bytes are new and nobody else's, so that they can be filled in.
             key = _borrow(self._address, id(arrays) + _ITEMS_AT, op.tensors, views, args)
         except Exception:  # of a scalar that is none, or of torch
             return 0, b""
-        if not key or (self.records_gradients() and self.any_requires_grad(*arrays)):
-            return 0, b""
-        for x in arrays:
-            if x is not None and x.is_neg():
-                return 0, b""
         return key, args
+
+    @staticmethod
+    def any_negated(arrays: tuple[Any, ...]) -> bool:
+        """Is one a view that only remembers its sign?"""
+        for x in arrays:  # noqa: SIM110  half the time of any()
+            if x is not None and x.is_neg():
+                return True
+        return False
 
     def launch(self, op: Op, key: int, args: bytes, arrays: tuple[Any, ...]) -> None:
         try:
@@ -171,16 +179,16 @@ class Exchange:
         return self.states(q, rows, v.shape[2], q.shape[3], v.shape[3])
 
     def states(self, q: Array, rows: int, HV: int, a: int, b: int) -> Array:
-        return self.empty(q, (rows, HV, a, b), (HV * a * b, a * b, b, 1), self._wide(q))
+        return self.empty(q, (rows, HV, a, b), (HV * a * b, a * b, b, 1), self.wide_dtype(q))
 
-    def _wide(self, q: Array) -> Any:
+    def wide_dtype(self, q: Array) -> Any:
         """The dtype of states, and of what is kept for delta_commit, of a call with this q."""
         torch = self.torch
         return torch.float64 if q.dtype is torch.float64 else torch.float32
 
     def wide(self, q: Array, x: Array) -> Array:
         """A new row-major array with the shape of `x`."""
-        return self.torch.empty(x.shape, dtype=self._wide(q), device=q.device)
+        return self.torch.empty(x.shape, dtype=self.wide_dtype(q), device=q.device)
 
     def like(self, x: Array, zeros: bool = False) -> Array:
         """A new row-major array with the shape and dtype of `x`."""

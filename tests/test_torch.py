@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,7 +12,10 @@ import pylinattn
 from pylinattn import reference
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 import pylinattn.torch as ours  # noqa: E402
+from pylinattn.ops import OPS  # noqa: E402
 
 DOUBLE = 1e-9  # relative RMS in float64
 # gate, sigmoid, 2 sigmoid, l2norm, V-first, initial state, packed: a few of each with others
@@ -247,23 +251,37 @@ def test_lengths_of_both_dtypes(dtype):
     check(torch.equal(problem.ours()[0], want), f"{dtype} lengths give other values")
 
 
-def test_short_recurrent_calls_decode(monkeypatch):
+@pytest.mark.parametrize("watched", [False, True], ids=["direct", "op"])
+def test_short_recurrent_calls_decode(monkeypatch, watched):
     """Which op runs: the decode op for few tokens without gradients, else the forward op."""
     called = []
-    for name in ("_gdn_fwd", "_gdn_decode"):
-        op = getattr(ours, name)
-        monkeypatch.setattr(ours, name, lambda *a, op=op, name=name: called.append(name) or op(*a))
-    problem = Problem(dict(l2norm=True), False, grad=False)
-    problem.ours(recurrent=True)
-    problem.ours()
-    for name in ("q", "k", "v", "g", "beta"):
-        setattr(
-            problem,
-            name,
-            getattr(problem, name).repeat(1, 2, *(1,) * (getattr(problem, name).ndim - 2)),
+    for name in ("gdn_fwd", "gdn_decode"):
+        run = OPS[name].op
+        monkeypatch.setattr(
+            run, "run", lambda args, run=run.run, name=name: called.append(name) or run(args)
         )
-    problem.ours(recurrent=True)
-    check(called == ["_gdn_decode", "_gdn_fwd", "_gdn_fwd"], f"called were {called}")
+    problem = Problem(dict(l2norm=True), False, grad=False)
+    with _Mode() if watched else contextlib.nullcontext() as seen:
+        problem.ours(recurrent=True)
+        problem.ours()
+        for name in ("q", "k", "v", "g", "beta"):
+            x = getattr(problem, name)
+            setattr(problem, name, x.repeat(1, 2, *(1,) * (x.ndim - 2)))
+        problem.ours(recurrent=True)
+    check(called == ["gdn_decode", "gdn_fwd", "gdn_fwd"], f"called were {called}")
+    if watched:
+        ops = [name for name in seen.ops if "pylinattn" in name]
+        check(len(ops) == 3, f"a dispatch mode saw {ops}")
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_recurrent_with_decay_per_channel():

@@ -1,0 +1,129 @@
+"""Calls by FLA's names that nothing watches go straight to the library, not through torch's dispatcher.
+
+That costs a fraction of the time. It needs plain tensors and nobody who records, traces or transforms the call. What FLA's
+checks say depends on layouts and options alone, so that they run once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ._exchange import FLAT, ROWS, SAME, SWAP, exchanges
+from ._layout import keep
+from ._lib import BETA_FORMS, GATES
+
+DECODE_TOKENS = 16  # of a sequence, on average; a recurrent call with more takes the forward op
+
+
+def decodes(recurrent: bool, q: Any, cu_seqlens: Any) -> bool:
+    """Does a call without gradients take the decode op?"""
+    N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return bool(recurrent and q.shape[1] <= DECODE_TOKENS * N)
+
+
+def watched(torch: Any) -> Callable[[], bool]:
+    """A function that tells whether torch would see a call: modes, transforms, traces, forward gradients."""
+    try:
+        of_dispatch = torch._C._len_torch_dispatch_stack
+        of_functions = torch._C._len_torch_function_stack
+        interpreter = torch._C._functorch.peek_interpreter_stack
+        trace = torch._C._get_tracing_state
+        forward_ad = torch.autograd.forward_ad
+        _ = forward_ad._current_level
+    except AttributeError:  # a torch that cannot be asked
+        return lambda: True
+
+    def is_watched() -> bool:
+        return (
+            of_dispatch() > 0
+            or of_functions() > 0
+            or interpreter() is not None
+            or trace() is not None
+            or forward_ad._current_level >= 0
+        )
+
+    return is_watched
+
+
+class Direct:
+    """Forward and decode of one family.
+
+    `examine` raises what is wrong with the arguments of FLA's function, or tells whether they can be taken as they are.
+    """
+
+    def __init__(
+        self, torch: Any, forward: Any, decode: Any, per_channel: bool, examine: Callable[..., bool]
+    ) -> None:
+        self._forward, self._decode = forward, decode
+        self._per_channel, self._examine = per_channel, examine
+        self._tensor = torch.Tensor
+        self._known: tuple[dict[int, bool], dict[int, bool]] = ({}, {})  # forward, decode
+        self._watched = watched(torch)
+        bias = ROWS if per_channel else FLAT
+        self._forward_views, self._decode_views = [], []
+        for state in (SAME, SWAP):  # by v_first
+            inputs = [SAME] * 5 + [state, SAME, FLAT, bias]
+            self._forward_views.append(bytes([*inputs, SAME, SAME, SAME, SAME, state, *[SAME] * 3]))
+            self._decode_views.append(bytes([*inputs, *[SAME] * 4]))
+
+    def __call__(
+        self, function: str, recurrent: bool, x: tuple[Any, ...], options: tuple[Any, ...],
+        output_final_state: bool,
+    ) -> tuple[Any, Any] | None:  # fmt: skip
+        """``(o, final_state)``; None if this is not a plain call that nobody watches.
+
+        `x` and `options` are the fields of fla.Arrays and fla.Options, the former as they are given.
+        """
+        exchange = exchanges.get(self._tensor)
+        if exchange is None or self._watched():
+            return None
+        if exchange.records_gradients() and exchange.any_requires_grad(*x):
+            return None
+        q, k, v, g, beta, initial, cu, A_log, dt_bias = x
+        plain = exchange.types
+        if not (
+            type(q) in plain
+            and type(v) in plain
+            and (initial is None or type(initial) in plain)
+            and (cu is None or type(cu) in plain)
+            and q.ndim == v.ndim == 4
+        ):
+            return None
+        scale, lower_bound, l2norm, gate, beta_form, v_first = options
+        B, T, _, K = q.shape
+        HV, V = v.shape[2:]
+        N = B if cu is None else cu.shape[0] - 1
+        sizes = (V, K) if v_first else (K, V)
+        scalars: tuple[Any, ...] = (scale, lower_bound, l2norm, GATES[gate], BETA_FORMS[beta_form])
+        arrays: tuple[Any, ...] = (q, k, v, g, beta, initial, cu, A_log, dt_bias, None, None)
+        o = exchange.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
+        final = None
+        decode = decodes(recurrent, q, cu)
+        if decode:
+            if initial is None:
+                final = exchange.states(q, N, HV, *sizes).zero_()
+            elif initial.dtype is exchange.wide_dtype(q) and initial.is_contiguous():
+                final = initial.clone()
+            else:
+                return None
+            op, views = self._decode, self._decode_views[v_first]
+            arrays = (*arrays[:5], final, *arrays[6:], o, None)
+            scalars = (*scalars, 0, cu is not None, 0)
+        else:
+            if output_final_state:
+                final = exchange.states(q, N, HV, *sizes)
+            op, views = self._forward, self._forward_views[v_first]
+            arrays = (*arrays, None, o, final, None, None, None)
+            scalars = (*scalars, 0, 0, 0, 0, cu is not None)
+        key, args = exchange.borrow(op, arrays, scalars, views)
+        if not key or exchange.any_negated(x):
+            return None
+        known = self._known[decode]
+        taken = known.get(key)
+        if taken is None:
+            taken = keep(known, key, self._examine(function, self._per_channel, x, options))
+        if not taken:
+            return None
+        exchange.launch(op, key, args, arrays)
+        return o, final if output_final_state else None
