@@ -224,8 +224,11 @@ def _as(gradient: Tensor, x: Tensor | None) -> Tensor | None:
 
 def _unseen(*tensors: Tensor | None) -> bool:
     """May the op's function be called without torch's dispatcher?"""
-    return not _watched() and all(
-        x is None or (type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg()) for x in tensors
+    plain = (Tensor, torch.nn.Parameter)
+    return (
+        not _watched()
+        and not records(tensors)
+        and all(x is None or (type(x) in plain and not x.is_neg()) for x in tensors)
     )
 
 
