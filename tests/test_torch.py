@@ -57,10 +57,13 @@ def token_loop(q, k, v, g, beta, scale, state, spans):
 class Problem:
     """Float64 inputs of a case, FLA's keywords for them, and what plain torch says."""
 
-    def __init__(self, case, per_channel, dtype=torch.float64, K=8, V=6, grad=True):
+    def __init__(
+        self, case, per_channel, dtype=torch.float64, K=8, V=6, grad=True, lengths=(7, 0, 12), T=20
+    ):
+        """Packed sequences of these lengths in T rows, or two of T / 2."""
         random = torch.Generator().manual_seed(1)
         self.case, self.per_channel = case, per_channel
-        B, T, H, HV = (1, 20, 2, 4) if case.get("packed") else (2, 10, 2, 4)
+        B, T, H, HV = (1, T, 2, 4) if case.get("packed") else (2, T // 2, 2, 4)
         normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)  # noqa: E731
         gates = (B, T, HV, K) if per_channel else (B, T, HV)
         self.g = normal(*gates) if case.get("gate") else -normal(*gates).abs() / 4
@@ -68,7 +71,7 @@ class Problem:
         self.q, self.k, self.v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
         if not case.get("l2norm"):
             self.q, self.k = (torch.nn.functional.normalize(x, dim=-1) for x in (self.q, self.k))
-        lengths = [7, 0, 12] if case.get("packed") else [T] * B
+        lengths = list(lengths) if case.get("packed") else [T] * B
         self.cu = torch.tensor([0, *itertools.accumulate(lengths)]) if case.get("packed") else None
         N = len(lengths)
         sizes = (V, K) if case.get("v_first") else (K, V)
