@@ -16,10 +16,10 @@ from ._lib import BETA_FORMS, GATES
 DECODE_TOKENS = 16  # of a sequence, on average; a recurrent call with more takes the forward op
 
 
-def decodes(recurrent: bool, q: Any, cu_seqlens: Any) -> bool:
-    """Does a call without gradients take the decode op?"""
+def decodes(q: Any, cu_seqlens: Any) -> bool:
+    """Does a recurrent call without gradients take the decode op?"""
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return bool(recurrent and q.shape[1] <= DECODE_TOKENS * N)
+    return bool(q.shape[1] <= DECODE_TOKENS * N)
 
 
 def watched(torch: Any) -> Callable[[], bool]:
@@ -68,7 +68,7 @@ class Direct:
             self._decode_views.append(bytes([*inputs, *[SAME] * 4]))
 
     def __call__(
-        self, function: str, recurrent: bool, x: tuple[Any, ...], options: tuple[Any, ...],
+        self, function: str, decode: bool, x: tuple[Any, ...], options: tuple[Any, ...],
         output_final_state: bool,
     ) -> tuple[Any, Any] | None:  # fmt: skip
         """``(o, final_state)``; None if this is not a plain call that nobody watches.
@@ -99,7 +99,6 @@ class Direct:
         arrays: tuple[Any, ...] = (q, k, v, g, beta, initial, cu, A_log, dt_bias, None, None)
         o = exchange.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
         final = None
-        decode = decodes(recurrent, q, cu)
         if decode:
             if initial is None:
                 final = exchange.states(q, N, HV, *sizes).zero_()

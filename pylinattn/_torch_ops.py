@@ -75,8 +75,14 @@ def keywords_of(x: Arrays, options: Options) -> dict[str, Any]:
     }
 
 
-def _forward(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _forward(family: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    name = f"{family}_fwd"
+    function = ops.OPS[name].function
+
     def run(*given: Any) -> tuple[Tensor, Tensor]:
+        done = _direct[family](name, False, given[:9], given[9:-1], given[-1])
+        if done is not None:
+            return done[0], given[0].new_empty(0) if done[1] is None else done[1]
         x, options, output_final_state = Arrays(*given[:9]), Options(*given[9:-1]), given[-1]
         final = _new_states(x, options.v_first) if output_final_state else None
         done = function(
@@ -90,8 +96,14 @@ def _forward(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor
     return run
 
 
-def _decode(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _decode(family: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    name = f"{family}_decode"
+    function = ops.OPS[name].function
+
     def run(*given: Any) -> tuple[Tensor, Tensor]:
+        done = _direct[family](name, True, given[:9], given[9:-1], given[-1])
+        if done is not None:
+            return done[0], given[0].new_empty(0) if done[1] is None else done[1]
         x, options, output_final_state = Arrays(*given[:9]), Options(*given[9:-1]), given[-1]
         state = _new_states(x, options.v_first)
         if x.initial_state is None:
@@ -143,10 +155,10 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     return getattr(torch.ops.pylinattn, name).default
 
 
-_gdn_fwd = _define("gdn_fwd", fla.FORWARD, _forward(ops.gdn_fwd), _fake_forward)
-_kda_fwd = _define("kda_fwd", fla.FORWARD, _forward(ops.kda_fwd), _fake_forward)
-_gdn_decode = _define("gdn_decode", fla.FORWARD, _decode(ops.gdn_decode), _fake_forward)
-_kda_decode = _define("kda_decode", fla.FORWARD, _decode(ops.kda_decode), _fake_forward)
+_gdn_fwd = _define("gdn_fwd", fla.FORWARD, _forward("gdn"), _fake_forward)
+_kda_fwd = _define("kda_fwd", fla.FORWARD, _forward("kda"), _fake_forward)
+_gdn_decode = _define("gdn_decode", fla.FORWARD, _decode("gdn"), _fake_forward)
+_kda_decode = _define("kda_decode", fla.FORWARD, _decode("kda"), _fake_forward)
 _gdn_backward, _kda_backward = _backward(ops.gdn_bwd), _backward(ops.kda_bwd)
 _gdn_bwd = _define("gdn_bwd", fla.BACKWARD, _gdn_backward, _fake_backward)
 _kda_bwd = _define("kda_bwd", fla.BACKWARD, _kda_backward, _fake_backward)
@@ -184,7 +196,7 @@ def _direct_of(family: str, per_channel: bool) -> Callable[..., tuple[Tensor, An
 
 
 _watched = watched(torch)
-_gdn_direct, _kda_direct = _direct_of("gdn", False), _direct_of("kda", True)
+_direct = {"gdn": _direct_of("gdn", False), "kda": _direct_of("kda", True)}
 
 
 class _Delta(torch.autograd.Function):
@@ -194,7 +206,7 @@ class _Delta(torch.autograd.Function):
         ctx.per_channel, ctx.options = per_channel, Options(*given[9:-1])
         ctx.set_materialize_grads(False)
         if not torch.compiler.is_compiling():
-            direct = _kda_direct if per_channel else _gdn_direct
+            direct = _direct["kda" if per_channel else "gdn"]
             done = direct(function, False, given[:9], ctx.options, given[-1])
             if done is not None:
                 return done
@@ -243,8 +255,9 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A call of FLA's `function`, with its tensors and options in the order of Arrays and Options, as they are given."""
     if not torch.compiler.is_compiling():
-        direct = _kda_direct if per_channel else _gdn_direct
-        done = direct(function, recurrent, given, given_options, output_final_state)
+        direct = _direct["kda" if per_channel else "gdn"]
+        decode = recurrent and given[0].ndim == 4 and decodes(given[0], given[6])
+        done = direct(function, decode, given, given_options, output_final_state)
         if done is not None:
             return done
     options = Options(*given_options)
@@ -252,7 +265,7 @@ def run(
     if records(x):
         o, final = _Delta.apply(function, per_channel, *x, *options, output_final_state)
     else:
-        if decodes(recurrent, x.q, x.cu_seqlens):
+        if recurrent and decodes(x.q, x.cu_seqlens):
             op = _kda_decode if per_channel else _gdn_decode
         else:
             op = _kda_fwd if per_channel else _gdn_fwd

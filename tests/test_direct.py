@@ -8,6 +8,7 @@ import pytest
 from harness import check
 
 torch = pytest.importorskip("torch")
+from test_exchange import one_by_one  # noqa: E402
 from test_torch import Problem, _Mode, both  # noqa: E402
 
 import pylinattn.torch as ours  # noqa: E402
@@ -65,8 +66,11 @@ def test_same_bits(monkeypatch, launches, per_channel, case, recurrent, final, d
         check(launches == [launches[0]] and "bwd" not in launches[0], f"launched were {launches}")
         with _Mode() as seen:
             want = problem.ours(recurrent, output_final_state=final)
+        with one_by_one():
+            plain = problem.ours(recurrent, output_final_state=final)
     check(any("pylinattn" in op for op in seen.ops), "a dispatch mode did not see the op")
     same(got, want)
+    same(got, plain)
     check((got[1] is not None) == final, "the final state")
     if before is not None:
         check(torch.equal(problem.state, before), "initial_state was written")
