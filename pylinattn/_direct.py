@@ -19,7 +19,7 @@ DECODE_TOKENS = 16  # of a sequence, on average; a recurrent call with more take
 def decodes(q: Any, cu_seqlens: Any) -> bool:
     """Does a recurrent call without gradients take the decode op?"""
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return bool(q.shape[1] <= DECODE_TOKENS * N)
+    return bool(q.size(1) <= DECODE_TOKENS * N)
 
 
 def watched(torch: Any) -> Callable[[], bool]:
@@ -91,30 +91,33 @@ class Direct:
         ):
             return None
         scale, lower_bound, l2norm, gate, beta_form, v_first = options
-        B, T, _, K = q.shape
-        HV, V = v.shape[2:]
-        N = B if cu is None else cu.shape[0] - 1
-        sizes = (V, K) if v_first else (K, V)
-        scalars: tuple[Any, ...] = (scale, lower_bound, l2norm, GATES[gate], BETA_FORMS[beta_form])
-        arrays: tuple[Any, ...] = (q, k, v, g, beta, initial, cu, A_log, dt_bias, None, None)
+        B, T, HV, V = v.shape
         o = exchange.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
-        final = None
-        if decode:
-            if initial is None:
-                final = exchange.states(q, N, HV, *sizes).zero_()
-            elif initial.dtype is exchange.wide_dtype(q) and initial.is_contiguous():
-                final = initial.clone()
-            else:
+        options_of_op = (scale, lower_bound, l2norm, GATES[gate], BETA_FORMS[beta_form], 0)
+        if decode and initial is not None:
+            if initial.dtype is not exchange.wide_dtype(q) or not initial.is_contiguous():
                 return None
-            op, views = self._decode, self._decode_views[v_first]
-            arrays = (*arrays[:5], final, *arrays[6:], o, None)
-            scalars = (*scalars, 0, cu is not None, 0)
+            final = initial.clone()
+        elif decode or output_final_state:
+            K, N = q.size(3), B if cu is None else cu.size(0) - 1
+            final = exchange.states(q, N, HV, *((V, K) if v_first else (K, V)))
+            if decode:
+                final.zero_()
         else:
-            if output_final_state:
-                final = exchange.states(q, N, HV, *sizes)
+            final = None
+        scalars: tuple[Any, ...]
+        arrays: tuple[Any, ...]
+        if decode:
+            op, views = self._decode, self._decode_views[v_first]
+            arrays = (q, k, v, g, beta, final, cu, A_log, dt_bias, None, None, o, None)
+            scalars = (*options_of_op, cu is not None, 0)
+        else:
             op, views = self._forward, self._forward_views[v_first]
-            arrays = (*arrays, None, o, final, None, None, None)
-            scalars = (*scalars, 0, 0, 0, 0, cu is not None)
+            arrays = (
+                q, k, v, g, beta, initial, cu, A_log, dt_bias, None, None, None, o, final, None,
+                None, None,
+            )  # fmt: skip
+            scalars = (*options_of_op, 0, 0, 0, cu is not None)
         key, args = exchange.borrow(op, arrays, scalars, views)
         if not key or exchange.any_negated(x):
             return None
