@@ -256,7 +256,6 @@ CASES["cuda"] = (
     ("kda_decode", "torch", False, ("v",)),
     ("kda_decode", "torch", False, ()),
     ("kda_decode", "torch", True, ()),
-    ("kda_fwd", "torch", False, ("v", "state")),
 )
 CASES["cpu"] = (
     ("kda_decode", "torch", False, ("v",)),
@@ -293,7 +292,7 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "cffi")},
         "library": pylinattn.__version__,
-        "commit": commit_id(ROOT),
+        "commit": os.environ.get("LINATTN_COMMIT") or commit_id(ROOT),
         "cuda_tree": tree_id(ROOT, "cuda"),
         "date": datetime.date.today().isoformat(),
         "rows": rows,

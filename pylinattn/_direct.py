@@ -86,8 +86,9 @@ class Direct:
             type(q) in plain
             and type(v) in plain
             and (initial is None or type(initial) in plain)
-            and (cu is None or type(cu) in plain)
+            and (cu is None or (type(cu) in plain and cu.ndim == 1 and cu.size(0) > 0))
             and q.ndim == v.ndim == 4
+            and (q.is_cuda or q.is_cpu)
         ):
             return None
         scale, lower_bound, l2norm, gate, beta_form, v_first = options

@@ -160,7 +160,7 @@ class Exchange:
 
     def output(self, q: Array, v: Array) -> Array | None:
         """A new row-major array with the shape of `v` and the dtype of `q`; None if that is no matter of course."""
-        if type(v) not in self.types or v.ndim != 4:
+        if type(v) not in self.types or v.ndim != 4 or not (q.is_cuda or q.is_cpu):
             return None
         B, T, HV, V = v.shape
         return self.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
@@ -170,13 +170,21 @@ class Exchange:
         table: Array | None,
     ) -> Array | None:  # fmt: skip
         """New states ``[N,HV,K,V]``; None where their form is no matter of course."""
-        if table is not None or q.ndim != 4 or v.ndim != 4:
+        if table is not None or q.ndim != 4 or not self.has_axes(v, 4):
             return None
         if initial is not None:
             plain = type(initial) in self.types and initial.is_contiguous()
             return self.like(initial) if plain else None
-        rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if cu_seqlens is None:
+            rows = q.shape[0]
+        elif self.has_axes(cu_seqlens, 1) and cu_seqlens.shape[0]:
+            rows = cu_seqlens.shape[0] - 1
+        else:
+            return None
         return self.states(q, rows, v.shape[2], q.shape[3], v.shape[3])
+
+    def has_axes(self, x: Any, count: int) -> bool:
+        return type(x) in self.types and x.ndim == count
 
     def states(self, q: Array, rows: int, HV: int, a: int, b: int) -> Array:
         return self.empty(q, (rows, HV, a, b), (HV * a * b, a * b, b, 1), self.wide_dtype(q))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from harness import check
@@ -158,6 +159,17 @@ def test_wrong_calls_are_wrong_every_time():
             with pytest.raises(ValueError, match=r"chunk_gated_delta_rule|gdn_fwd"):
                 problem.ours(**wrong)
         problem.ours()
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0, 10], torch.zeros(0), torch.tensor(4), torch.zeros(2, 2)], ids=str
+)
+def test_odd_lengths_have_the_same_outcome(wrong):
+    problem = Problem(dict(packed=True), False, torch.float32, grad=False)
+    with pytest.raises(Exception) as got:  # noqa: PT011  whatever it is
+        problem.ours(cu_seqlens=wrong)
+    with one_by_one(), pytest.raises(type(got.value), match=re.escape(str(got.value))):
+        problem.ours(cu_seqlens=wrong)
 
 
 def test_one_layout_by_two_names():

@@ -135,10 +135,10 @@ ODD = {
     "number": lambda x: 1.0,
     "none": lambda x: None,
     "requires_grad": lambda x: x.clone().requires_grad_(),
-    "shape": lambda x: x[:, 1:],
+    "shape": lambda x: x[..., 1:],
     "dtype": torch.Tensor.int,
     "empty": lambda x: x[:0],
-    "expanded": lambda x: x[:, :1].expand_as(x),
+    "expanded": lambda x: x[..., :1].expand_as(x),
 }
 
 
@@ -150,12 +150,17 @@ def outcome(call):
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("name", ["q", "v", "g", "initial_state"])
+@pytest.mark.parametrize("name", ["q", "v", "g", "initial_state", "cu_seqlens", "o"])
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_tensors_have_the_same_outcome(odd, name):
     x = inputs("gdn", tokens=4)
     names = ("q", "k", "v", "g", "beta")
     arrays = dict(zip(names, x["plain"]), initial_state=x["state"][:1])
+    arrays |= {"cu_seqlens": torch.tensor([0, 4.0]), "o": torch.zeros(B, 4, HV, V)}
+    if odd not in ("negated", "complex", "requires_grad", "dtype"):
+        arrays["cu_seqlens"] = arrays["cu_seqlens"].int()
+    if name not in ("cu_seqlens", "o"):
+        del arrays["cu_seqlens"], arrays["o"]
     arrays[name] = ODD[odd](arrays[name])
 
     def call():
@@ -166,6 +171,26 @@ def test_odd_tensors_have_the_same_outcome(odd, name):
     with one_by_one():
         want = outcome(call)
     check(got == want, f"{odd} {name}: {got}, one by one {want}")
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0, 4], 4, torch.zeros(0), torch.tensor(4), torch.zeros(2, 2)], ids=str
+)
+def test_odd_lengths_have_the_same_outcome(wrong):
+    x = inputs("gdn", tokens=4)["plain"]
+    call = lambda: pylinattn.gdn_fwd(*x, cu_seqlens=wrong, output_final_state=True)  # noqa: E731
+    got = outcome(call)
+    with one_by_one():
+        want = outcome(call)
+    check(got == want, f"{wrong}: {got}, one by one {want}")
+
+
+def test_nothing_is_allocated_for_tensors_without_memory():
+    shape = (1, 1 << 40, 2, 8)
+    x = torch.empty(shape, device="meta")
+    g = torch.empty(shape[:3], device="meta")
+    with pytest.raises(TypeError, match="meta"):
+        pylinattn.gdn_fwd(x, x, x, g, g)
 
 
 OPTIONS = {
