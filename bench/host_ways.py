@@ -34,9 +34,9 @@ H, HV = 16, 32
 
 
 def microseconds(call: Callable[[], Any], finish: Callable[[], Any], calls: int = 50) -> float:
-    """The best of 20 rounds of calls in a row, the queue empty before each round."""
+    """The best of 60 rounds of calls in a row, the queue empty before each round."""
     best = float("inf")
-    for _ in range(21):
+    for _ in range(60):
         finish()
         start = time.perf_counter()
         for _ in range(calls):

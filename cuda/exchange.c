@@ -98,8 +98,7 @@ uint64_t linattn_exchange_borrow(const linattn_exchange *from, void *const *obje
         if (view != LINATTN_VIEW_SAME && !view_as(t, view, tensors[0].shape[3])) return 0;
         key = mix(key, (uint64_t)i << 56 | (uint64_t)t->device_id << 32 | (uint64_t)t->device_type << 24 |
                            (uint64_t)t->ndim << 16 | (uint64_t)t->dtype << 8 | ((uintptr_t)t->data & 15));
-        for (int axis = 0; axis < t->ndim; ++axis)
-            key = mix(mix(key, (uint64_t)t->shape[axis]), (uint64_t)t->strides[axis]);
+        for (int axis = 0; axis < t->ndim; ++axis) key = mix(mix(key, (uint64_t)t->shape[axis]), (uint64_t)t->strides[axis]);
     }
     /* the scalars behind the tensors, and the stream as the last of them */
     const char *scalars = (const char *)(tensors + count), *end = args + size - sizeof(void *);
