@@ -58,6 +58,7 @@ class Direct:
         self._forward, self._decode = forward, decode
         self._per_channel, self._examine = per_channel, examine
         self._tensor = torch.Tensor
+        self._float32, self._float64 = torch.float32, torch.float64
         self._known: tuple[dict[int, bool], dict[int, bool]] = ({}, {})  # forward, decode
         self._watched = watched(torch)
         bias = ROWS if per_channel else FLAT
@@ -96,7 +97,8 @@ class Direct:
         o = exchange.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
         options_of_op = (scale, lower_bound, l2norm, GATES[gate], BETA_FORMS[beta_form], 0)
         if decode and initial is not None:
-            if initial.dtype is not exchange.wide_dtype(q) or not initial.is_contiguous():
+            wide = self._float64 if q.dtype is self._float64 else self._float32
+            if initial.dtype is not wide or not initial.is_contiguous():
                 return None
             final = initial.clone()
         elif decode or output_final_state:
@@ -120,7 +122,13 @@ class Direct:
             )  # fmt: skip
             scalars = (*options_of_op, 0, 0, 0, cu is not None)
         key, args = exchange.borrow(op, arrays, scalars, views)
-        if not key or exchange.any_negated(x):
+        if (
+            not key
+            or (q.is_neg() or k.is_neg() or v.is_neg() or g.is_neg() or beta.is_neg())
+            or (initial is not None and initial.is_neg())
+            or (A_log is not None and A_log.is_neg())
+            or (dt_bias is not None and dt_bias.is_neg())
+        ):
             return None
         known = self._known[decode]
         taken = known.get(key)

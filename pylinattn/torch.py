@@ -100,7 +100,7 @@ def fused_recurrent_gated_delta_rule(
         ``(o, final_state)``, as chunk_gated_delta_rule.
     """
     name = "fused_recurrent_gated_delta_rule"
-    v_first = fla.old_names(name, kwargs, (), state_v_first)
+    v_first = fla.old_names(name, kwargs, (), state_v_first) if kwargs else bool(state_v_first)
     if gv is not None:
         raise LinattnUnsupportedError(f"{name}: gv is given; a decay per value channel has no op")
     if beta is None:
@@ -233,7 +233,7 @@ def fused_recurrent_kda(
         ``(o, final_state)``, as chunk_gated_delta_rule.
     """
     name = "fused_recurrent_kda"
-    v_first = fla.old_names(name, kwargs, (), state_v_first)
+    v_first = fla.old_names(name, kwargs, (), state_v_first) if kwargs else bool(state_v_first)
     x, options = _kda(
         name, q, k, v, g, beta, use_gate_in_kernel, A_log, dt_bias, scale, initial_state,
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
