@@ -57,7 +57,7 @@ def _bwd(
     gate: str, beta_form: str, save: str, splits: int | str, checked: bool,
 ) -> Gradients:  # fmt: skip
     exchange = exchanges.get(type(q))
-    if exchange is not None:
+    if exchange is not None and not exchange.is_compiling():
         inputs = (
             q, k, v, g, beta, d_o, initial_state, d_final_state, cu_seqlens, A_log, dt_bias, saved,
         )  # fmt: skip

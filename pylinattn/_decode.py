@@ -17,7 +17,7 @@ def _decode(
 ) -> Array:  # fmt: skip
     zero_tail = o is None and cu_seqlens is not None
     exchange = exchanges.get(type(q))
-    if exchange is not None:
+    if exchange is not None and not exchange.is_compiling():
         out = exchange.output(q, v) if o is None else o
         arrays = (
             q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, read_indices, write_indices, out,

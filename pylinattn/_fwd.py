@@ -51,7 +51,7 @@ def _fwd(
     output_final_state: bool,
 ) -> Forward:  # fmt: skip
     exchange = exchanges.get(type(q))
-    if exchange is not None:
+    if exchange is not None and not exchange.is_compiling():
         outputs = _outputs(
             exchange, q, v, initial_state, cu_seqlens, read_indices, o, final_state, checkpoints,
             checkpoint_every, output_final_state,

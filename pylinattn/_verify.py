@@ -26,7 +26,12 @@ def _verify(
     lower_bound: float | None, qk_l2norm: bool, gate: str, beta_form: str, checked: bool,
 ) -> Verify:  # fmt: skip
     exchange = exchanges.get(type(q))
-    if exchange is not None and exchange.all_plain(k, v, g) and v is not None:
+    if (
+        exchange is not None
+        and not exchange.is_compiling()
+        and v is not None
+        and exchange.all_plain(k, v, g)
+    ):
         made = [exchange.output(q, v) if o is None else o, kept_k, kept_u, kept_g]
         if write_indices is None and k is not None and g is not None:
             kept = zip((k, v, g), made[1:], strict=True)

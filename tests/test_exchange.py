@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import warnings
 
 import pytest
 from harness import check
@@ -229,6 +230,21 @@ def test_functorch_and_modes_have_the_same_outcome():
         with one_by_one():
             want = outcome(lambda: [transform(mapped)(given)])  # noqa: B023
         check(got == want or got[0] == want[0], f"{transform.__name__}: {got}, one by one {want}")
+
+
+def test_compiled_callers_break_the_graph_without_a_warning():
+    x = inputs("gdn", tokens=1)
+
+    def step(q, state):
+        return pylinattn.gdn_decode(2 * q, *x["plain"][1:], state) + 1
+
+    state = x["state"][:1]
+    want = step(x["plain"][0], state.clone())
+    compiled = torch.compile(step, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            check(torch.equal(compiled(x["plain"][0], state.clone()), want), "other values")
 
 
 def test_copy_on_write_is_not_written_through():
