@@ -2,7 +2,8 @@
 
 On the CPU, calls of one token and one small head, so that nearly all of the time is what a call costs on the host; on a GPU,
 decode calls whose kernels take less time than the call. Each part is timed on its own; "rest" is the whole less the parts:
-argument passing, options, the result. "launch" is an empty kernel with as many threads and bytes of parameters, launched
+argument passing, options, the result. "ask" are questions to torch that its exchange API does not answer: a view that is
+negated lazily, a gradient to record. "launch" is an empty kernel with as many threads and bytes of parameters, launched
 through cudaLaunchKernelExC; "c" is the library's call less that. Writes bench/results/host_cost_{cpu,h200}.json and prints a table.
 """
 
@@ -18,7 +19,7 @@ import re
 import timeit
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cffi
 import numpy as np
@@ -26,11 +27,11 @@ import torch
 from source_tree import commit_id, tree_id
 
 import pylinattn
-from pylinattn import _call
+from pylinattn import _call, _exchange
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PARTS = ("borrow", "stream", "allocate", "pack", "workspace", "c", "launch", "rest")
+PARTS = ("borrow", "ask", "stream", "allocate", "pack", "workspace", "c", "launch", "rest")
 PARAMETER_BYTES, THREADS = 1400, 384  # of a decode kernel, about
 EMPTY_PTX = f"""
 .version 8.0
@@ -129,16 +130,56 @@ def arguments(library: str, device: str) -> dict[str, Any]:
     return {name: Dlpack(x) if library == "dlpack" else x for name, x in given.items()}
 
 
-def recorded(call: Callable[[], Any]) -> tuple[_call.Call, tuple[Any, ...], Any]:
-    """What a call hands to the library, without the library being called, and its result."""
-    seen: list[Any] = []
-    run = _call.Call.run
-    _call.Call.run = lambda self, _, *fields: seen.extend((self, fields))  # type: ignore
+class Recorded(NamedTuple):
+    """A call up to the library, and its parts for a stopwatch."""
+
+    op: _call.Op
+    args: bytes
+    result: Any
+    parts: dict[str, Callable[[], Any]]
+
+
+def recorded(call: Callable[[], Any]) -> Recorded:
+    """What a call hands to the library, without the library being called."""
+    seen: dict[str, Any] = {}
+    run, launch, borrow = _call.Call.run, _exchange.Exchange.launch, _exchange.Exchange.borrow
+
+    def remember(name: str, function: Any) -> Any:
+        def wrapper(*given: Any) -> Any:
+            seen[name] = given
+            return function(*given) if function else None
+
+        return wrapper
+
+    _call.Call.run = remember("call", None)  # type: ignore[method-assign]
+    _exchange.Exchange.launch = remember("launch", None)  # type: ignore[method-assign]
+    _exchange.Exchange.borrow = remember("borrow", borrow)  # type: ignore[method-assign]
     try:
         result = call()
     finally:
         _call.Call.run = run  # type: ignore[method-assign]
-    return seen[0], seen[1], result
+        _exchange.Exchange.launch = launch  # type: ignore[method-assign]
+        _exchange.Exchange.borrow = borrow  # type: ignore[method-assign]
+    if "launch" in seen:
+        exchange, op, key, args, arrays = seen["launch"]
+        scalars = seen["borrow"][3]
+        exchange.launch(op, key, args, arrays)  # so that the workspace is known
+        parts = {
+            "borrow": lambda: exchange.borrow(*seen["borrow"][1:]),
+            "ask": lambda: exchange.any_negated(arrays) or exchange.records_gradients(),
+            "pack": lambda: op.pack_scalars(op.size, *scalars, 0),
+            "workspace": lambda: op.workspaces[key],
+        }
+        return Recorded(op, args, result, parts)
+    call_, fields = seen["call"][0], seen["call"][2:]
+    op = call_.op
+    args = op.pack(op.size, *fields)
+    parts = {
+        "stream": lambda: call_._library.stream(call_.first[1].device_id),
+        "pack": lambda: op.pack(op.size, *fields),
+        "workspace": lambda: op.workspace_bytes(args, fields),
+    }
+    return Recorded(op, args, result, parts)
 
 
 def measure(
@@ -165,41 +206,48 @@ def measure(
         return function(*inputs, **options)
 
     whole()
-    c, fields, result = recorded(whole)
+    call = recorded(whole)
+    result = call.result
     outputs = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None]
     given = [*inputs, *(y for y in options.values() if hasattr(y, "__dlpack__"))]
     tensors = given + [y for y in outputs if all(y is not other for other in given)]
-    args = c.op.pack(c.op.size, *fields)
-    v, state = c.take(x["v"], "v")[1], c.take(x["state"], "state")[1]
+    exchange = _exchange.exchanges.get(type(x["q"]))
+    one = _call.Call(call.op, x["q"], "q")
+    v, state = one.take(x["v"], "v")[1], one.take(x["state"], "state")[1]
 
     def borrow() -> None:
-        call = _call.Call(c.op, tensors[0], "q")
+        each = _call.Call(call.op, tensors[0], "q")
         for y in tensors[1:]:
-            call.take(y, "x")
+            each.take(y, "x")
 
     def allocate() -> None:
         if "v" in made:
-            c.make_like(x["v"], v)
+            exchange.output(x["q"], x["v"]) if exchange else one.make_like(x["v"], v)
         if "state" in made:
-            c.make_states(1, v, v, state, "empty")
+            exchange.like(x["state"]) if exchange else one.make_states(1, v, v, state, "empty")
 
-    place = c.first[1].device_id
-    stream_us = microseconds(lambda: c._library.stream(place)) if device == "cuda" else 0.0
+    times = {name: microseconds(part) for name, part in call.parts.items()}
+    if exchange:
+        times["borrow"] -= times["pack"]
+    else:
+        times["borrow"] = microseconds(borrow)
+        if device == "cuda":
+            times["borrow"] -= times["stream"]
+        else:
+            del times["stream"]  # not asked for
+    times["allocate"] = microseconds(allocate) if made else 0.0
+    times["c"] = microseconds(lambda: call.op.run(call.args)) - launch_us
+    times["launch"] = launch_us
+    whole_us = microseconds(whole)
+    times["rest"] = whole_us - sum(times.values())
     row: dict[str, Any] = {
         "op": op,
         "library": library,
         "arrays": len(tensors),
         "allocated": len(made),
-        "whole_us": microseconds(whole),
-        "borrow_us": microseconds(borrow) - stream_us,
-        "stream_us": stream_us,
-        "allocate_us": microseconds(allocate) if made else 0.0,
-        "pack_us": microseconds(lambda: c.op.pack(c.op.size, *fields)),
-        "workspace_us": microseconds(lambda: c.op.workspace_bytes(args, fields)),
-        "c_us": microseconds(lambda: c.op.run(args)) - launch_us,
-        "launch_us": launch_us,
+        "whole_us": whole_us,
+        **{f"{part}_us": times.get(part, 0.0) for part in PARTS},
     }
-    row["rest_us"] = row["whole_us"] - sum(row[f"{part}_us"] for part in PARTS if part != "rest")
     return {name: round(y, 2) if isinstance(y, float) else y for name, y in row.items()}
 
 
@@ -244,7 +292,7 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "cffi")},
         "library": pylinattn.__version__,
-        "commit": commit_id(ROOT),
+        "commit": os.environ.get("LINATTN_COMMIT") or commit_id(ROOT),
         "cuda_tree": tree_id(ROOT, "cuda"),
         "date": datetime.date.today().isoformat(),
         "rows": rows,

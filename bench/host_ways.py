@@ -34,9 +34,9 @@ H, HV = 16, 32
 
 
 def microseconds(call: Callable[[], Any], finish: Callable[[], Any], calls: int = 50) -> float:
-    """The best of 20 rounds of calls in a row, the queue empty before each round."""
+    """The best of 60 rounds of calls in a row, the queue empty before each round."""
     best = float("inf")
-    for _ in range(21):
+    for _ in range(60):
         finish()
         start = time.perf_counter()
         for _ in range(calls):
@@ -73,9 +73,8 @@ class Ways:
 
     def c(self) -> float:
         self.eager()
-        call, fields, _ = recorded(self.eager)
-        args = call.op.pack(call.op.size, *fields)
-        return microseconds(lambda: call.op.run(args), self.finish)
+        call = recorded(self.eager)
+        return microseconds(lambda: call.op.run(call.args), self.finish)
 
     def torch_eager(self) -> float:
         return microseconds(self.eager, self.finish)
@@ -97,18 +96,37 @@ class Ways:
         compiled()
         return microseconds(compiled, self.finish)
 
-    def torch_graph(self) -> float:
+    def torch_training(self) -> float:
+        """Forward and backward of a call that records gradients of q, k, v, g and beta."""
+        x = [y.clone().requires_grad_() for y in self.x]
+        ones = torch.ones_like(self.o)
+
+        def step() -> Any:
+            name = "fused_recurrent_gated_delta_rule" if self.decode else "chunk_gated_delta_rule"
+            o, _ = getattr(fla_names, name)(*x[:4], beta=x[4], initial_state=self.state)
+            return torch.autograd.grad(o, x, ones)
+
+        return microseconds(step, self.finish)
+
+    def _graph(self, call: Callable[[], Any]) -> float:
         if not self.gpu:
             raise ImportError("CUDA graphs are for GPUs")
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            self.eager()
+            call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(48):
-                self.eager()
+                call()
         return microseconds(graph.replay, self.finish) / 48
+
+    def torch_graph(self) -> float:
+        return self._graph(self.eager)
+
+    @torch.no_grad()
+    def torch_fla_names_graph(self) -> float:
+        return self._graph(self.layer)
 
     def numpy_or_cupy(self) -> float:
         if self.gpu:
@@ -148,7 +166,10 @@ class Ways:
         return microseconds(call, lambda: jax.block_until_ready(call()))
 
 
-WAYS = ("c", "torch_eager", "torch_fla_names", "torch_compiled", "torch_graph", "numpy_or_cupy", "jax_jit")  # fmt: skip
+WAYS = (
+    "c", "torch_eager", "torch_fla_names", "torch_training", "torch_compiled", "torch_graph",
+    "torch_fla_names_graph", "numpy_or_cupy", "jax_jit",
+)  # fmt: skip
 
 
 def version(package: str) -> str | None:
@@ -174,7 +195,7 @@ def main() -> None:
             except ImportError as error:
                 row["error"] = str(error)[:200]
             rows.append(row)
-            print(f"{row['op']:<12}{way:<18}{row.get('wall_us', row.get('error'))}", flush=True)
+            print(f"{row['op']:<12}{way:<24}{row.get('wall_us', row.get('error'))}", flush=True)
     names = ("numpy", "torch", "cupy-cuda13x", "cupy-cuda12x", "cupy", "jax", "cffi")
     result = {
         "gpu": torch.cuda.get_device_name() if gpu else None,

@@ -2,6 +2,7 @@
 set(LINATTN_SOURCES
   cuda/api.cpp
   cuda/api_bwd.cpp
+  cuda/exchange.c
   cuda/values.cpp
   cuda/xla_ffi.c
 )

@@ -12,6 +12,7 @@ import mmap
 import sys
 from typing import Any
 
+from . import _exchange
 from ._dlpack import DTYPE_NAMES, Array, Jax, Library, type_name
 from ._layout import Borrowed, Caller, Layout, element_strides, keep, make_layout
 from ._lib import BF16, CPU, CUDA, READ_ONLY, LinattnTypeError
@@ -42,6 +43,7 @@ class Torch(Library):
         self.records_gradients = torch.is_grad_enabled
         # The same answer without a Stream object, which takes microseconds to make.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        _exchange.register(torch, _fresh)
 
     def borrow(self, x: Array, caller: Caller, name: str, write: bool) -> Borrowed:
         try:

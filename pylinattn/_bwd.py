@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._call import BETA_FORMS, GATES, SAVES, Array, Call, Op
+from ._exchange import Exchange, exchanges
 from ._layout import Borrowed
 
 _GDN_BWD, _KDA_BWD = Op("gdn_bwd"), Op("kda_bwd")
@@ -26,6 +27,26 @@ def _like(call: Call, given: Array | None, source: Borrowed, kind: str) -> Array
     return call.make(source[1].shape, source[1].dtype, kind) if given is None else given
 
 
+def _gradients(
+    exchange: Exchange, inputs: tuple[Array | None, ...], given: tuple[Array | None, ...]
+) -> Gradients | None:
+    """The gradients of a plain call, of which those not given are made; None if it is not plain."""
+    if not exchange.all_plain(*inputs):
+        return None
+    q, k, v, g, beta, _, initial, _, cu_seqlens, A_log, dt_bias, _ = inputs
+    if initial is not None and not initial.is_contiguous():
+        return None
+    # Tokens past the last packed sequence have no part in the outputs: their gradients are zero.
+    like, packed = exchange.like, cu_seqlens is not None
+    of = (q, k, v, g, beta, initial, A_log, dt_bias)
+    return Gradients(
+        *(
+            like(x, packed and i < 5) if mine is None and x is not None else mine
+            for i, (x, mine) in enumerate(zip(of, given, strict=True))
+        )
+    )
+
+
 def _bwd(
     op: Op, q: Array, k: Array, v: Array, g: Array, beta: Array, d_o: Array,
     initial_state: Array | None, d_final_state: Array | None, cu_seqlens: Array | None,
@@ -35,6 +56,20 @@ def _bwd(
     workspace: Array | None, scale: float | None, lower_bound: float | None, qk_l2norm: bool,
     gate: str, beta_form: str, save: str, splits: int | str, checked: bool,
 ) -> Gradients:  # fmt: skip
+    exchange = exchanges.get(type(q))
+    if exchange is not None and not exchange.is_compiling():
+        inputs = (
+            q, k, v, g, beta, d_o, initial_state, d_final_state, cu_seqlens, A_log, dt_bias, saved,
+        )  # fmt: skip
+        given = (dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias)
+        gradients = _gradients(exchange, inputs, given)
+        arrays = (*inputs, *(gradients or ()), workspace)
+        options = (
+            scale, lower_bound, qk_l2norm, gate, beta_form, 0 if save == "nothing" else None,
+            0 if splits == "auto" else None, bool(checked),
+        )  # fmt: skip
+        if gradients is not None and exchange.run(op, arrays, *options):
+            return gradients
     call = Call(op, q, "q")
     take = call.take
     tq, tk, tv, tg = call.first, take(k, "k"), take(v, "v"), take(g, "g")

@@ -10,16 +10,31 @@ from typing import Any
 
 from ._borrow import libraries, recognise
 from ._dlpack import LEGACY_DEFAULT_STREAM, Array
-from ._layout import LAYOUT_BYTES, NOT_GIVEN, Borrowed, Caller, Layout, keep
+from ._layout import (
+    LAYOUT_BYTES,
+    NOT_GIVEN,
+    Borrowed,
+    Caller,
+    Layout,
+    keep,
+    make_layout,
+    parse_layout,
+)
 from ._lib import (
+    BETA_FORMS,
     CUDA,
+    DIRECTIONS,
     F32,
     F64,
+    GATES,
+    SAVES,
     U8,
     ffi,
     lib,
     raise_status,
 )
+
+__all__ = ["BETA_FORMS", "DIRECTIONS", "GATES", "SAVES", "Array", "Call", "Op"]
 
 _TENSOR = struct.Struct(f"<Q{LAYOUT_BYTES}s")
 _FORMATS = {
@@ -29,6 +44,7 @@ _FORMATS = {
     "double": "d",
     "int32_t": "i",
 }
+_FIRST_LAYOUT = slice(16, 16 + LAYOUT_BYTES)  # behind the struct's size and the tensor's address
 _new_bytes_needed = ffi.typeof("uint64_t *")
 
 
@@ -41,9 +57,12 @@ class Op:
         "_workspace_bytes",
         "name",
         "pack",
+        "pack_scalars",
         "query",
         "run",
         "size",
+        "tensors",
+        "workspaces",
     )
 
     def __init__(self, name: str) -> None:
@@ -60,9 +79,15 @@ class Op:
         self.pack = packer.pack
         self.query: Callable[[bytes, Any], int] = getattr(lib, f"linattn_{name}_workspace")
         self.run: Callable[[bytes], int] = getattr(lib, f"linattn_{name}")
-        self._tensor_fields = 2 * formats.count(_FORMATS["linattn_tensor"])
+        # Right behind the size, the workspace last.
+        self.tensors = formats.count(_FORMATS["linattn_tensor"])
+        self._tensor_fields = 2 * self.tensors
         self._workspace_at = ffi.offsetof(args, "workspace")
         self._workspace_bytes: dict[Any, int] = {}
+        # Size, scalars and stream, with zeros for the tensors.
+        scalars = "".join(formats[1 + self.tensors :])
+        self.pack_scalars = struct.Struct(f"<Q{self.tensors * _TENSOR.size}x{scalars}").pack
+        self.workspaces: dict[int, Layout | None] = {}  # by what linattn_exchange_borrow returns
 
     def without_launch(self) -> Op:
         """The same op, whose calls end with the checks of the workspace query."""
@@ -82,6 +107,19 @@ class Op:
                 raise_status(status)
             needed = keep(self._workspace_bytes, key, answer[0])
         return needed
+
+    def ask_workspace(self, key: int, args: bytes) -> Layout | None:
+        """Layout of the workspace of a call, kept under its key; None if it needs none."""
+        answer = ffi.new(_new_bytes_needed)
+        status = self.query(args, answer)
+        if status:
+            raise_status(status)
+        needed = int(answer[0])
+        caller = Caller(self.name)
+        q = parse_layout(caller, "q", args[_FIRST_LAYOUT])
+        place = (U8, q.device_type, q.device_id)
+        layout = make_layout(caller, "workspace", (needed,), (1,), *place) if needed else None
+        return keep(self.workspaces, key, layout)
 
     def with_workspace(self, args: bytes, workspace: Borrowed) -> bytes:
         at = self._workspace_at
@@ -205,17 +243,3 @@ class Call(Caller):
         if isinstance(value, str) or self.integer("splits", value) < 1:
             raise self.value_error("splits", f'is {value!r}; "auto" or a number from 1 is accepted')
         return self.integer("splits", value)
-
-
-GATES = {
-    "none": lib.LINATTN_GATE_NONE,
-    "softplus": lib.LINATTN_GATE_SOFTPLUS,
-    "bounded": lib.LINATTN_GATE_BOUNDED,
-}
-BETA_FORMS = {
-    "weight": lib.LINATTN_BETA_WEIGHT,
-    "logits": lib.LINATTN_BETA_LOGITS,
-    "logits_x2": lib.LINATTN_BETA_LOGITS_X2,
-}
-SAVES = {"nothing": lib.LINATTN_SAVE_NOTHING, "states": lib.LINATTN_SAVE_STATES}
-DIRECTIONS = {"forward": lib.LINATTN_FORWARD, "backward": lib.LINATTN_BACKWARD}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._call import BETA_FORMS, GATES, Array, Call, Op
+from ._exchange import exchanges
 
 _GDN_DECODE, _KDA_DECODE = Op("gdn_decode"), Op("kda_decode")
 
@@ -14,10 +15,20 @@ def _decode(
     workspace: Array | None, scale: float | None, lower_bound: float | None, qk_l2norm: bool,
     gate: str, beta_form: str, checked: bool,
 ) -> Array:  # fmt: skip
+    zero_tail = o is None and cu_seqlens is not None
+    exchange = exchanges.get(type(q))
+    if exchange is not None and not exchange.is_compiling():
+        out = exchange.output(q, v) if o is None else o
+        arrays = (
+            q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, read_indices, write_indices, out,
+            workspace,
+        )  # fmt: skip
+        options = (scale, lower_bound, qk_l2norm, gate, beta_form, bool(checked), zero_tail, 0)
+        if out is not None and exchange.run(op, arrays, *options):
+            return out
     call = Call(op, q, "q")
     take = call.take
     tv = take(v, "v")
-    zero_tail = o is None and cu_seqlens is not None
     if o is None and v is not None:
         o = call.make_like(v, tv[1])
     call.run(

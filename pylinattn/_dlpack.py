@@ -51,6 +51,11 @@ DTYPE_NAMES = {
 }
 
 
+def capsule_address(capsule: Any, name: bytes) -> int:
+    """What a capsule of this name holds; 0 if it is none."""
+    return _capsule_pointer(capsule, name) if _capsule_is(capsule, name) else 0
+
+
 def type_name(cls: type) -> str:
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

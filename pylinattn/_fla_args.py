@@ -103,7 +103,7 @@ def safe_gate(function: str, safe: bool, gate_inside: bool, lower_bound: float |
 
 
 def scale(given: float | None, q: Any) -> float:
-    return float(q.shape[-1] ** -0.5 if given is None else given)
+    return float(q.size(-1) ** -0.5 if given is None else given)
 
 
 def need_A_log(function: str, A_log: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._lib import LinattnRuntimeError
 from ._support import Support, supports
@@ -14,7 +14,9 @@ ENVIRONMENT = "FLA_PYLINATTN"  # "0" switches the backend off, whenever it is se
 PRIORITY = 1  # lower comes first: FlashQLA and FlashKDA have 3
 _FUNCTIONS = {"chunk_gated_delta_rule": "gdn", "chunk_kda": "kda"}
 _OPERATIONS = {"chunk_gated_delta_rule": "gated_delta_rule", "chunk_kda": "kda"}
-_KEYWORDS = ("use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "transpose_state_layout")
+_KEYWORDS = frozenset(
+    ("use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "transpose_state_layout")
+)
 
 _backends: list[tuple[Any, Any]] = []  # (registry, backend)
 
@@ -125,33 +127,52 @@ def _recurrent_verifier(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
     if rest["beta"].ndim != 3:
         return False, "pylinattn takes one beta per head"
     with ours.torch.no_grad():
-        reason = refusal(inspect.signature(ours.fused_recurrent_kda), "kda", (), rest)
+        reason = refusal(_parameters(ours.fused_recurrent_kda), "kda", (), rest)
     return reason is None, reason
 
 
+class _Parameters(NamedTuple):
+    """Of a function, without its further keywords."""
+
+    names: tuple[str, ...]
+    required: frozenset[str]
+
+
+@lru_cache
+def _parameters(function: Any) -> _Parameters:
+    named = [
+        p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
+    required = frozenset(p.name for p in named if p.default is p.empty)
+    return _Parameters(tuple(p.name for p in named), required)
+
+
 def _verifier(function: Any, family: str) -> Any:
-    signature = inspect.signature(function)
+    parameters = _parameters(function)
 
     def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        reason = refusal(signature, family, args, kwargs)
+        reason = refusal(parameters, family, args, kwargs)
         return reason is None, reason
 
     return verify
 
 
 def refusal(
-    signature: inspect.Signature, family: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parameters: _Parameters, family: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:
     """Why a call of FLA's function is not taken; None if it is."""
     from . import torch as ours
 
-    try:
-        call = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return f"pylinattn: {error}"
-    call.apply_defaults()
-    given = call.arguments
-    more = given.pop("kwargs")
+    given = dict(zip(parameters.names, args, strict=False))
+    twice = given.keys() & kwargs.keys()
+    given |= kwargs
+    missing = parameters.required - given.keys()
+    if missing or twice or len(args) > len(parameters.names):
+        names = ", ".join(sorted(missing or twice))
+        return f"pylinattn: arguments that are missing, given twice or too many: {names}"
+    unknown = given.keys() - parameters.names - _KEYWORDS
+    if unknown:
+        return f"pylinattn knows no argument {', '.join(sorted(unknown))}"
     q, k, v = given["q"], given["k"], given["v"]
     if given.get("cp_context") is not None:
         return "pylinattn has no context parallelism over cards in FLA's form"
@@ -159,26 +180,24 @@ def refusal(
         return f"pylinattn takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
     if q.device.type not in ("cpu", "cuda"):
         return f"pylinattn runs on the CPU and on CUDA devices, not on {q.device}"
-    shape = (str(q.device), str(q.dtype), q.shape[-1], v.shape[-1])
+    shape = (q.device, q.dtype, q.shape[-1], v.shape[-1])
     for op in (f"{family}_fwd", f"{family}_decode"):
         support = _supports(op, *shape)
         if not support:
             return support.reason
-    arrays = [x for x in (*given.values(), *more.values()) if hasattr(x, "requires_grad")]
-    if ours.records(arrays):
+    if ours.torch.is_grad_enabled() and any(
+        getattr(x, "requires_grad", False) for x in given.values()
+    ):
         if given.get("return_intermediate_states"):
             return "pylinattn records no gradient with return_intermediate_states"
         support = _supports(f"{family}_bwd", *shape)
         if not support:
             return support.reason
-    if given.get("return_intermediate_states") and more.get("chunk_size", 64) != 64:
+    if given.get("return_intermediate_states") and given.get("chunk_size", 64) != 64:
         return "pylinattn keeps intermediate states every 64 tokens"
-    unknown = set(more).difference(_KEYWORDS)
-    if unknown:
-        return f"pylinattn knows no argument {', '.join(sorted(unknown))}"
     return None
 
 
 @lru_cache(maxsize=256)
-def _supports(op: str, device: str, dtype: str, K: int, V: int) -> Support:
-    return supports(op, device=device, dtype=dtype, K=K, V=V)
+def _supports(op: str, device: Any, dtype: Any, K: int, V: int) -> Support:
+    return supports(op, device=str(device), dtype=str(dtype), K=K, V=V)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._call import BETA_FORMS, GATES, SAVES, Array, Call, Op
+from ._exchange import Exchange, exchanges
 
 _GDN_FWD, _KDA_FWD = Op("gdn_fwd"), Op("kda_fwd")
 
@@ -21,6 +22,25 @@ class Forward(_Outputs):
     saved: Array | None = None
 
 
+def _outputs(
+    exchange: Exchange, q: Array, v: Array, initial_state: Array | None, cu_seqlens: Array | None,
+    read_indices: Array | None, o: Array | None, final_state: Array | None,
+    checkpoints: Array | None, checkpoint_every: int, output_final_state: bool,
+) -> Forward | None:  # fmt: skip
+    """The outputs of a plain call, of which those not given are made; None if it is not plain."""
+    if checkpoint_every != 0 or checkpoints is not None:
+        return None
+    if o is None:
+        o = exchange.output(q, v)
+        if o is None:
+            return None
+    if final_state is None and output_final_state:
+        final_state = exchange.final_state(q, v, initial_state, cu_seqlens, read_indices)
+        if final_state is None:
+            return None
+    return Forward(o, final_state)
+
+
 def _fwd(
     op: Op, q: Array, k: Array, v: Array, g: Array, beta: Array,
     initial_state: Array | None, cu_seqlens: Array | None, A_log: Array | None,
@@ -30,6 +50,24 @@ def _fwd(
     gate: str, beta_form: str, checkpoint_every: int, save: str, splits: int | str, checked: bool,
     output_final_state: bool,
 ) -> Forward:  # fmt: skip
+    exchange = exchanges.get(type(q))
+    if exchange is not None and not exchange.is_compiling():
+        outputs = _outputs(
+            exchange, q, v, initial_state, cu_seqlens, read_indices, o, final_state, checkpoints,
+            checkpoint_every, output_final_state,
+        )  # fmt: skip
+        arrays = (
+            q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, read_indices, write_indices,
+            checkpoint_indices, outputs and outputs.o, outputs and outputs.final_state, checkpoints,
+            saved, workspace,
+        )  # fmt: skip
+        options = (
+            scale, lower_bound, qk_l2norm, gate, beta_form, checkpoint_every,
+            0 if save == "nothing" else None, 0 if splits == "auto" else None, bool(checked),
+            o is None and cu_seqlens is not None,
+        )  # fmt: skip
+        if outputs is not None and exchange.run(op, arrays, *options):
+            return outputs
     call = Call(op, q, "q")
     take = call.take
     tq, tk, tv = call.first, take(k, "k"), take(v, "v")

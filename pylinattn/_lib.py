@@ -98,6 +98,20 @@ I32, I64, U8 = lib.LINATTN_I32, lib.LINATTN_I64, lib.LINATTN_U8
 CPU, CUDA = lib.LINATTN_CPU, lib.LINATTN_CUDA
 READ_ONLY = lib.LINATTN_READ_ONLY
 
+# The options that are words.
+GATES = {
+    "none": lib.LINATTN_GATE_NONE,
+    "softplus": lib.LINATTN_GATE_SOFTPLUS,
+    "bounded": lib.LINATTN_GATE_BOUNDED,
+}
+BETA_FORMS = {
+    "weight": lib.LINATTN_BETA_WEIGHT,
+    "logits": lib.LINATTN_BETA_LOGITS,
+    "logits_x2": lib.LINATTN_BETA_LOGITS_X2,
+}
+SAVES = {"nothing": lib.LINATTN_SAVE_NOTHING, "states": lib.LINATTN_SAVE_STATES}
+DIRECTIONS = {"forward": lib.LINATTN_FORWARD, "backward": lib.LINATTN_BACKWARD}
+
 _ERRORS = {
     lib.LINATTN_ERR_VALUE: LinattnValueError,
     lib.LINATTN_ERR_TYPE: LinattnTypeError,

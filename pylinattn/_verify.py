@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ._call import BETA_FORMS, GATES, Array, Call, Op
+from ._exchange import exchanges
 
 _GDN_VERIFY, _KDA_VERIFY = Op("gdn_verify"), Op("kda_verify")
 _DELTA_COMMIT = Op("delta_commit")
@@ -24,6 +25,22 @@ def _verify(
     kept_u: Array | None, kept_g: Array | None, workspace: Array | None, scale: float | None,
     lower_bound: float | None, qk_l2norm: bool, gate: str, beta_form: str, checked: bool,
 ) -> Verify:  # fmt: skip
+    exchange = exchanges.get(type(q))
+    if (
+        exchange is not None
+        and not exchange.is_compiling()
+        and v is not None
+        and exchange.all_plain(k, v, g)
+    ):
+        made = [exchange.output(q, v) if o is None else o, kept_k, kept_u, kept_g]
+        if write_indices is None and k is not None and g is not None:
+            kept = zip((k, v, g), made[1:], strict=True)
+            made[1:] = [exchange.wide(q, x) if mine is None else mine for x, mine in kept]
+        tables = (A_log, dt_bias, read_indices, write_indices, parents)
+        arrays = (q, k, v, g, beta, state, *tables, *made, workspace)
+        options = (scale, lower_bound, qk_l2norm, gate, beta_form, bool(checked))
+        if made[0] is not None and exchange.run(op, arrays, *options):
+            return Verify(*made)
     call = Call(op, q, "q")
     take = call.take
     tk, tv, tg = take(k, "k"), take(v, "v"), take(g, "g")

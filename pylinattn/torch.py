@@ -1,13 +1,11 @@
 """torch: functions with FLA's names and arguments, with gradients, torch.compile and torch.export.
 
-Each op of the library is a torch op, `torch.ops.pylinattn.gdn_fwd` and so on, with a fake kernel
-and without an autograd formula: the formula is an autograd.Function around it, which costs less
-and is left out where no input needs a gradient. docs/from-fla.md says what differs from FLA.
+The functions check FLA's arguments and put them in the library's terms; _torch_ops.py has the ops.
+docs/from-fla.md says what differs from FLA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from . import ops
 from ._fla_args import Arrays, Options
 from ._fla_backend import register_fla, unregister_fla
 from ._lib import LinattnUnsupportedError, LinattnValueError
+from ._torch_ops import checked, keywords_of, known, records, run, tensors_of, wide_dtype
 from ._transformers import patch_transformers, unpatch_transformers
 
 __all__ = [
@@ -26,190 +25,6 @@ __all__ = [
     "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "fused_recurrent_kda",
     "patch_transformers", "register_fla", "unpatch_transformers", "unregister_fla",
 ]  # fmt: skip
-
-DECODE_TOKENS = 16  # of a sequence, on average; a recurrent call with more takes the forward op
-
-_STATES = (torch.float32, torch.bfloat16, torch.float64)
-
-
-# ---- the ops
-
-
-def _strided(x: Tensor) -> Tensor:
-    """x, or a copy where the library takes no such strides."""
-    on_gpu = x.is_cuda
-    if not on_gpu and x.is_contiguous():
-        return x
-    if x.stride(-1) != 1 or 0 in x.stride():
-        return x.contiguous()
-    if on_gpu:  # TMA: addresses and strides in units of 16 bytes
-        unit = 16 // x.element_size()
-        if any(stride % unit for stride in x.stride()[:-1]) or x.data_ptr() % 16:
-            return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _known(x: Tensor | None, v_first: bool = False) -> Tensor | None:
-    """A state or parameter in a dtype that the library has, and a state as ``[N,HV,K,V]``."""
-    if x is None:
-        return None
-    x = x if x.dtype in _STATES else x.float()
-    return x.transpose(2, 3) if v_first else x
-
-
-def _new_states(x: Arrays, v_first: bool) -> Tensor:
-    N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    K, V = x.q.shape[3], x.v.shape[3]
-    sizes = (V, K) if v_first else (K, V)
-    return x.q.new_empty((N, x.v.shape[2], *sizes), dtype=_wide(x.q))
-
-
-def _tensors(x: Arrays) -> tuple[Tensor, ...]:
-    return _strided(x.q), _strided(x.k), _strided(x.v), x.g, x.beta
-
-
-def _keywords(x: Arrays, options: Options) -> dict[str, Any]:
-    """What forward, decode and backward take besides their tensors and states."""
-    return {
-        "cu_seqlens": x.cu_seqlens,
-        "A_log": _known(x.A_log),
-        "dt_bias": _known(x.dt_bias),
-        "scale": options.scale,
-        "lower_bound": options.lower_bound or None,
-        "qk_l2norm": options.qk_l2norm,
-        "gate": options.gate,
-        "beta_form": options.beta_form,
-    }
-
-
-def _forward(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        x, options, output_final_state = Arrays(*given[:9]), Options(*given[9:-1]), given[-1]
-        final = _new_states(x, options.v_first) if output_final_state else None
-        done = function(
-            *_tensors(x),
-            initial_state=_known(x.initial_state, options.v_first),
-            final_state=_known(final, options.v_first),
-            **_keywords(x, options),
-        )
-        return done.o, x.q.new_empty(0) if final is None else final
-
-    return run
-
-
-def _decode(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        x, options, output_final_state = Arrays(*given[:9]), Options(*given[9:-1]), given[-1]
-        state = _new_states(x, options.v_first)
-        if x.initial_state is None:
-            state.zero_()
-        else:
-            state.copy_(x.initial_state)
-        o = function(*_tensors(x), _known(state, options.v_first), **_keywords(x, options))
-        return o, state if output_final_state else x.q.new_empty(0)
-
-    return run
-
-
-def _fake_forward(*given: Any) -> tuple[Tensor, Tensor]:
-    x, options, output_final_state = Arrays(*given[:9]), Options(*given[9:-1]), given[-1]
-    final = _new_states(x, options.v_first) if output_final_state else x.q.new_empty(0)
-    return x.v.new_empty(x.v.shape), final
-
-
-def _backward(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    def run(*given: Any) -> tuple[Tensor, ...]:
-        x, (d_o, d_final), options = Arrays(*given[:9]), given[9:11], Options(*given[11:])
-        made = function(
-            *_tensors(x),
-            _strided(d_o),
-            initial_state=_known(x.initial_state, options.v_first),
-            d_final_state=_known(d_final, options.v_first),
-            **_keywords(x, options),
-        )
-        made = made._replace(d_initial_state=_known(made.d_initial_state, options.v_first))
-        return tuple(x.q.new_empty(0) if y is None else y.contiguous() for y in made)
-
-    return run
-
-
-def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
-    x = Arrays(*given[:9])
-    of = (*x[:5], _known(x.initial_state), _known(x.A_log), _known(x.dt_bias))
-    return tuple(x.q.new_empty(0) if y is None else y.new_empty(y.shape) for y in of)
-
-
-_library = torch.library.Library("pylinattn", "DEF")  # the ops last as long as this object
-
-
-def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    _library.define(f"{name}{schema}")
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, kernel, device)
-    torch.library.register_fake(f"pylinattn::{name}", fake, lib=_library)
-    return getattr(torch.ops.pylinattn, name).default
-
-
-_gdn_fwd = _define("gdn_fwd", fla.FORWARD, _forward(ops.gdn_fwd), _fake_forward)
-_kda_fwd = _define("kda_fwd", fla.FORWARD, _forward(ops.kda_fwd), _fake_forward)
-_gdn_decode = _define("gdn_decode", fla.FORWARD, _decode(ops.gdn_decode), _fake_forward)
-_kda_decode = _define("kda_decode", fla.FORWARD, _decode(ops.kda_decode), _fake_forward)
-_gdn_bwd = _define("gdn_bwd", fla.BACKWARD, _backward(ops.gdn_bwd), _fake_backward)
-_kda_bwd = _define("kda_bwd", fla.BACKWARD, _backward(ops.kda_bwd), _fake_backward)
-
-
-class _Delta(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, per_channel: bool, *given: Any) -> tuple[Tensor, Tensor]:
-        o, final = (_kda_fwd if per_channel else _gdn_fwd)(*given)
-        ctx.save_for_backward(*given[:9])
-        ctx.per_channel, ctx.options = per_channel, given[9:-1]
-        ctx.set_materialize_grads(False)
-        if not given[-1]:
-            ctx.mark_non_differentiable(final)
-        return o, final
-
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
-        x = Arrays(*ctx.saved_tensors)
-        if d_o is None:
-            d_o = torch.zeros_like(x.v)
-        op = _kda_bwd if ctx.per_channel else _gdn_bwd
-        *of_tensors, d_initial, dA_log, ddt_bias = op(*x, d_o, d_final, *ctx.options)
-        return (
-            None, *of_tensors, _as(d_initial, x.initial_state), None, _as(dA_log, x.A_log),
-            _as(ddt_bias, x.dt_bias), *(None,) * (len(ctx.options) + 1),
-        )  # fmt: skip
-
-
-def _as(gradient: Tensor, x: Tensor | None) -> Tensor | None:
-    return None if x is None else gradient.to(x.dtype)
-
-
-def records(x: Iterable[Tensor | None]) -> bool:
-    """Would a call with these tensors record a gradient?"""
-    return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
-
-
-def _run(
-    per_channel: bool, recurrent: bool, x: Arrays, options: Options, output_final_state: bool
-) -> tuple[Tensor, Tensor | None]:
-    if records(x):
-        o, final = _Delta.apply(per_channel, *x, *options, output_final_state)
-    else:
-        T = x.q.shape[1]
-        N = 1 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-        if recurrent and T <= DECODE_TOKENS * N:
-            op = _kda_decode if per_channel else _gdn_decode
-        else:
-            op = _kda_fwd if per_channel else _gdn_fwd
-        o, final = op(*x, *options, output_final_state)
-    return o, final if output_final_state else None
-
 
 # ---- GDN
 
@@ -285,7 +100,7 @@ def fused_recurrent_gated_delta_rule(
         ``(o, final_state)``, as chunk_gated_delta_rule.
     """
     name = "fused_recurrent_gated_delta_rule"
-    v_first = fla.old_names(name, kwargs, (), state_v_first)
+    v_first = fla.old_names(name, kwargs, (), state_v_first) if kwargs else bool(state_v_first)
     if gv is not None:
         raise LinattnUnsupportedError(f"{name}: gv is given; a decay per value channel has no op")
     if beta is None:
@@ -293,11 +108,11 @@ def fused_recurrent_gated_delta_rule(
     if use_gate_in_kernel and g is None:
         raise LinattnValueError(f"{name}: g is None; use_gate_in_kernel=True needs it")
     if g is None and gk is None:
-        g = torch.zeros_like(v[..., 0], dtype=_wide(v))
+        g = torch.zeros_like(v[..., 0], dtype=wide_dtype(v))
     if gk is not None:
         if g is not None:
             if use_gate_in_kernel:
-                g = fused_gdn_gate(g, fla.need_A_log(name, A_log), dt_bias, _wide(g))
+                g = fused_gdn_gate(g, fla.need_A_log(name, A_log), dt_bias, wide_dtype(g))
             gk = gk + g[..., None]
         return fused_recurrent_kda(
             q, k, v, gk, beta, None, None, scale, initial_state, output_final_state,
@@ -317,21 +132,16 @@ def _gdn(
     initial_state: Tensor | None, output_final_state: bool, qk_l2norm: bool, sigmoid: bool,
     neg_eigval: bool, v_first: bool, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    fla.shapes(name, q, k, v, g, beta, initial_state, cu_seqlens, v_first, False)
-    heads = (v.shape[2],)
     if gate_inside:
-        A_log = fla.parameter(name, "A_log", fla.need_A_log(name, A_log), heads)
-        dt_bias = fla.parameter(name, "dt_bias", dt_bias, heads)
+        fla.need_A_log(name, A_log)
     else:
         A_log = dt_bias = None
-    options = Options(
+    options = (
         fla.scale(scale, q), 0.0, bool(qk_l2norm), "softplus" if gate_inside else "none",
         fla.beta_form(name, sigmoid, neg_eigval), v_first,
     )  # fmt: skip
-    if not q.dtype == k.dtype == v.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
-    x = Arrays(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    return _run(False, recurrent, x, options, bool(output_final_state))
+    x = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    return run(name, False, recurrent, x, options, bool(output_final_state))
 
 
 # ---- KDA
@@ -384,7 +194,7 @@ def chunk_kda(
         allow_neg_eigval, lower_bound, v_first, cu_seqlens,
     )  # fmt: skip
     if not return_intermediate_states:
-        return _run(True, False, x, options, bool(output_final_state))
+        return run(name, True, False, x, options, bool(output_final_state))
     if size != fla.CHECKPOINT:
         raise LinattnUnsupportedError(
             f"{name}: return_intermediate_states with chunk_size={size}; states are kept every "
@@ -392,8 +202,9 @@ def chunk_kda(
         )
     if records(x):
         raise LinattnValueError(f"{name}: return_intermediate_states records no gradient")
-    o, final = _run(True, False, x, options, bool(output_final_state))
-    return o, final, _states_between(x, options)
+    arrays = checked(name, True, Arrays(*x), Options(*options))
+    o, final = run(name, True, False, arrays, options, bool(output_final_state))
+    return o, final, _states_between(arrays, Options(*options))
 
 
 def fused_recurrent_kda(
@@ -422,13 +233,13 @@ def fused_recurrent_kda(
         ``(o, final_state)``, as chunk_gated_delta_rule.
     """
     name = "fused_recurrent_kda"
-    v_first = fla.old_names(name, kwargs, (), state_v_first)
+    v_first = fla.old_names(name, kwargs, (), state_v_first) if kwargs else bool(state_v_first)
     x, options = _kda(
         name, q, k, v, g, beta, use_gate_in_kernel, A_log, dt_bias, scale, initial_state,
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
         v_first, cu_seqlens,
     )  # fmt: skip
-    return _run(True, True, x, options, bool(output_final_state))
+    return run(name, True, True, x, options, bool(output_final_state))
 
 
 def _kda(
@@ -436,29 +247,22 @@ def _kda(
     A_log: Tensor | None, dt_bias: Tensor | None, scale: float | None,
     initial_state: Tensor | None, qk_l2norm: bool, sigmoid: bool, neg_eigval: bool,
     lower_bound: float | None, v_first: bool, cu_seqlens: Tensor | None,
-) -> tuple[Arrays, Options]:  # fmt: skip
-    fla.shapes(name, q, k, v, g, beta, initial_state, cu_seqlens, v_first, True)
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     gate = fla.kda_gate(name, gate_inside, A_log, lower_bound)
     if gate == "none":
         A_log = dt_bias = None
-    A_log = fla.parameter(name, "A_log", A_log, (v.shape[2],))
-    dt_bias = fla.parameter(name, "dt_bias", dt_bias, tuple(g.shape[2:]))
-    options = Options(
-        fla.scale(scale, q), float(lower_bound or 0.0) if gate == "bounded" else 0.0, bool(qk_l2norm),
-        gate, fla.beta_form(name, sigmoid, neg_eigval), v_first,
-    )  # fmt: skip
-    if not q.dtype == k.dtype == v.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
-    x = Arrays(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    return x, options
+    bound = float(lower_bound or 0.0) if gate == "bounded" else 0.0
+    form = fla.beta_form(name, sigmoid, neg_eigval)
+    options = (fla.scale(scale, q), bound, bool(qk_l2norm), gate, form, v_first)
+    return (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias), options
 
 
 def _states_between(x: Arrays, options: Options) -> Tensor:
     done = ops.kda_fwd(
-        *_tensors(x),
-        initial_state=_known(x.initial_state, options.v_first),
+        *tensors_of(x),
+        initial_state=known(x.initial_state, options.v_first),
         checkpoint_every=fla.CHECKPOINT,
-        **_keywords(x, options),
+        **keywords_of(x, options),
     )
     return fla.states_between(x, done.checkpoints, options.v_first)
 
@@ -499,7 +303,7 @@ def _gate(
     name: str, g: Tensor, A_log: Tensor | None, A_shape: tuple[int, ...], dt_bias: Tensor | None,
     bias_shape: tuple[int, ...], lower_bound: float | None,
 ) -> Tensor:  # fmt: skip
-    x = g.to(_wide(g))
+    x = g.to(wide_dtype(g))
     if dt_bias is not None:
         x = x + fla.parameter(name, "dt_bias", dt_bias, bias_shape).to(x.dtype)
     A = fla.parameter(name, "A_log", A_log, A_shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from harness import check
 
@@ -10,6 +12,7 @@ from test_torch import Problem, both, check_close, relative_rms  # noqa: E402
 
 import pylinattn  # noqa: E402
 import pylinattn.torch as ours  # noqa: E402
+from pylinattn import _transformers  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 OUTPUTS, STATES, GRADIENTS = 5e-3, 3e-3, 1e-2  # relative RMS, of the targets
@@ -122,7 +125,7 @@ MODELS = pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 
 @MODELS
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_models(gpu, name):
+def test_models(gpu, name, monkeypatch):
     """Tiny models in bf16: logits of prefill and decode, the loss and its gradients, nearer to float32 than the model's own."""
     pytest.importorskip("transformers")
     import importlib
@@ -135,6 +138,11 @@ def test_models(gpu, name):
         package = importlib.import_module(f"transformers.models.{name}")
     except ImportError:
         pytest.skip(f"this transformers has no {name}")
+    # Where FLA can be imported they are FLA's, on the CPU too.
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    for function in _transformers._FUNCTIONS:
+        if hasattr(module, function):
+            monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
     heads = {key: 64 for key in sizes if key.startswith("linear_") and key.endswith("_dim")}
     # Every expert sees every token: a choice that rounding turns is another gradient.
     heads["num_experts_per_tok"] = sizes.get("num_experts") or sizes["num_local_experts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,7 +12,10 @@ import pylinattn
 from pylinattn import reference
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 import pylinattn.torch as ours  # noqa: E402
+from pylinattn.ops import OPS  # noqa: E402
 
 DOUBLE = 1e-9  # relative RMS in float64
 # gate, sigmoid, 2 sigmoid, l2norm, V-first, initial state, packed: a few of each with others
@@ -53,10 +57,13 @@ def token_loop(q, k, v, g, beta, scale, state, spans):
 class Problem:
     """Float64 inputs of a case, FLA's keywords for them, and what plain torch says."""
 
-    def __init__(self, case, per_channel, dtype=torch.float64, K=8, V=6, grad=True):
+    def __init__(
+        self, case, per_channel, dtype=torch.float64, K=8, V=6, grad=True, lengths=(7, 0, 12), T=20
+    ):
+        """Packed sequences of these lengths in T rows, or two of T / 2."""
         random = torch.Generator().manual_seed(1)
         self.case, self.per_channel = case, per_channel
-        B, T, H, HV = (1, 20, 2, 4) if case.get("packed") else (2, 10, 2, 4)
+        B, T, H, HV = (1, T, 2, 4) if case.get("packed") else (2, T // 2, 2, 4)
         normal = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)  # noqa: E731
         gates = (B, T, HV, K) if per_channel else (B, T, HV)
         self.g = normal(*gates) if case.get("gate") else -normal(*gates).abs() / 4
@@ -64,7 +71,7 @@ class Problem:
         self.q, self.k, self.v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
         if not case.get("l2norm"):
             self.q, self.k = (torch.nn.functional.normalize(x, dim=-1) for x in (self.q, self.k))
-        lengths = [7, 0, 12] if case.get("packed") else [T] * B
+        lengths = list(lengths) if case.get("packed") else [T] * B
         self.cu = torch.tensor([0, *itertools.accumulate(lengths)]) if case.get("packed") else None
         N = len(lengths)
         sizes = (V, K) if case.get("v_first") else (K, V)
@@ -247,23 +254,37 @@ def test_lengths_of_both_dtypes(dtype):
     check(torch.equal(problem.ours()[0], want), f"{dtype} lengths give other values")
 
 
-def test_short_recurrent_calls_decode(monkeypatch):
+@pytest.mark.parametrize("watched", [False, True], ids=["direct", "op"])
+def test_short_recurrent_calls_decode(monkeypatch, watched):
     """Which op runs: the decode op for few tokens without gradients, else the forward op."""
     called = []
-    for name in ("_gdn_fwd", "_gdn_decode"):
-        op = getattr(ours, name)
-        monkeypatch.setattr(ours, name, lambda *a, op=op, name=name: called.append(name) or op(*a))
-    problem = Problem(dict(l2norm=True), False, grad=False)
-    problem.ours(recurrent=True)
-    problem.ours()
-    for name in ("q", "k", "v", "g", "beta"):
-        setattr(
-            problem,
-            name,
-            getattr(problem, name).repeat(1, 2, *(1,) * (getattr(problem, name).ndim - 2)),
+    for name in ("gdn_fwd", "gdn_decode"):
+        run = OPS[name].op
+        monkeypatch.setattr(
+            run, "run", lambda args, run=run.run, name=name: called.append(name) or run(args)
         )
-    problem.ours(recurrent=True)
-    check(called == ["_gdn_decode", "_gdn_fwd", "_gdn_fwd"], f"called were {called}")
+    problem = Problem(dict(l2norm=True), False, grad=False)
+    with _Mode() if watched else contextlib.nullcontext() as seen:
+        problem.ours(recurrent=True)
+        problem.ours()
+        for name in ("q", "k", "v", "g", "beta"):
+            x = getattr(problem, name)
+            setattr(problem, name, x.repeat(1, 2, *(1,) * (x.ndim - 2)))
+        problem.ours(recurrent=True)
+    check(called == ["gdn_decode", "gdn_fwd", "gdn_fwd"], f"called were {called}")
+    if watched:
+        ops = [name for name in seen.ops if "pylinattn" in name]
+        check(len(ops) == 3, f"a dispatch mode saw {ops}")
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_recurrent_with_decay_per_channel():

@@ -220,6 +220,16 @@ def test_reasons(name):
     check(refusal_of(name, transpose_state_layout=True) is None, "the old name is refused")
 
 
+@names
+def test_arguments_that_do_not_fit(name):
+    """FLA's function says what is wrong; the verifier only has to pass the call on."""
+    arrays = inputs(name)
+    check("beta" in refusal_of(name, arrays[:4]), "a missing argument")
+    check("beta" in refusal_of(name, arrays, beta=arrays[4]), "an argument given twice")
+    check(refusal_of(name, arrays + (None,) * 20) is not None, "too many arguments")
+    check(refusal_of(name, arrays[:3], g=arrays[3], beta=arrays[4]) is None, "by keyword")
+
+
 def test_intermediate_states_are_taken():
     check(refusal_of("chunk_kda", return_intermediate_states=True) is None, "refused")
     reason = refusal_of("chunk_kda", return_intermediate_states=True, chunk_size=32)

@@ -11,6 +11,7 @@ from harness import check
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 import pylinattn.torch as ours  # noqa: E402
+from pylinattn.ops import OPS  # noqa: E402
 
 TOLERANCE = 2e-5  # relative RMS in fp32, through whole models
 GRADIENTS = 2e-5
@@ -59,10 +60,9 @@ def called(monkeypatch):
     names = []
     for family in ("gdn", "kda"):
         for kind in ("fwd", "decode", "bwd"):
-            name = f"{family}_{kind}"
-            op = getattr(ours, f"_{name}")
-            counted = lambda *args, op=op, name=name: names.append(name) or op(*args)  # noqa: E731
-            monkeypatch.setattr(ours, f"_{name}", counted)
+            op = OPS[f"{family}_{kind}"].op
+            counted = lambda args, op=op, run=op.run: names.append(op.name) or run(args)  # noqa: E731
+            monkeypatch.setattr(op, "run", counted)
     return names
 
 

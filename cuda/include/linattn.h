@@ -490,6 +490,28 @@ typedef struct {
 LINATTN_API linattn_status linattn_device_count(int32_t *count);
 LINATTN_API linattn_status linattn_device_query(int32_t device_id, linattn_device_info *info);
 
+/* For array libraries in Python that offer DLPack's C exchange API (1.2 and newer), so that arguments need not be read one
+ * attribute at a time. */
+typedef struct {
+    const void *api;      /* the library's DLPackExchangeAPI, of major version 1 */
+    const void *types[2]; /* the Python types whose objects it takes; others are not touched */
+    const void *none;     /* Python's None: a tensor that is not given */
+    uint64_t type_at;     /* bytes from an object to the pointer to its type */
+} linattn_exchange;
+enum {
+    LINATTN_VIEW_SAME = 0, /* the tensor as it is                                                                   */
+    LINATTN_VIEW_SWAP = 1, /* [a,b,c,d] as [a,b,d,c]                                                                */
+    LINATTN_VIEW_FLAT = 2, /* all elements as one axis; only where they are contiguous                              */
+    LINATTN_VIEW_ROWS = 3  /* as rows of the last size of the first tensor, which has 4 axes; only where contiguous */
+};
+
+/* Fill the first `count` tensors and the stream of an argument struct, which begins with its size and is zero in these fields,
+ * from that many Python objects, which keep their ownership: with the GIL held. `views` has a LINATTN_VIEW_* for each, or is
+ * NULL. Gives a hash of the layouts, of the last four bits of the addresses and of the scalars behind the tensors; 0 where an
+ * object has to be looked at more closely, perhaps with a Python exception set. */
+LINATTN_API uint64_t linattn_exchange_borrow(const linattn_exchange *from, void *const *objects, int32_t count,
+                                             const char *views, char *args);
+
 /* Describe a DLPack tensor (its data is borrowed). LINATTN_ERR_TYPE for a dtype or device this library does not know. */
 LINATTN_API linattn_status linattn_tensor_from_dlpack(const struct DLTensor *from, linattn_tensor *to);
 /* [cdef.end] */
