@@ -1,40 +1,50 @@
-// Which kernel and shape a call of decode or verify takes. All give the same bits; measured times decide (docs/recurrent.md).
+// Which kernel a call of decode or verify runs on. All give the same bits; measured times decide (docs/recurrent.md).
 #pragma once
+#include <type_traits>
+
 #include "common/device_guard.h"
 #include "delta_decode.cuh"
-#include "delta_stream.cuh"
+#include "delta_decode_direct.cuh"
+#include "delta_decode_few.cuh"
 
 namespace linattn::cuda {
 
 template <int D, bool kKda, class State, bool kVFirst, bool kVerify>
 void launch_decode_layout(const DeltaParams &p, int multiprocessors) {
-    using namespace delta_decode;
-    using Few = delta_decode::Config<D, kKda, State, kVFirst, kVerify, 32, 2>;
-    using Half = delta_decode::Config<D, kKda, State, kVFirst, kVerify, 64, 4>;
-    using Whole = delta_decode::Config<D, kKda, State, kVFirst, true, D, 4>;
-    if (p.N * p.HV * Few::kSlices <= multiprocessors) return launch_config<Few>(p);  // an SM for each slice of 32 columns
-    if constexpr (kVerify) {
-        p.T > Half::kBlock ? launch_config<Whole>(p) : launch_config<Half>(p);
-    } else {
-        delta_stream::launch_config<delta_stream::Config<D, kKda, State, kVFirst>>(p, multiprocessors);
+    using Half = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, 64>;
+    using Whole = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, D>;
+    using Few = delta_decode_few::Config<D, kKda, State, kVFirst>;
+    if (p.N * p.HV * Few::kSlices <= multiprocessors) {  // an SM for each slice of 32 columns
+        if constexpr (!kVerify)
+            if (p.T <= Half::kTokens) return delta_decode_direct::launch_config<Half>(p);
+        return delta_decode_few::launch_config<Few>(p);
     }
+    if constexpr (kVerify)
+        if (p.T > 8) return delta_decode_direct::launch_config<std::conditional_t<kKda || kVFirst, Whole, Half>>(p);
+    delta_decode::launch_config<delta_decode::Config<D, kKda, State, kVFirst, !kVerify>>(p, multiprocessors);
+}
+
+template <int D, bool kKda, class State>
+void launch_decode_state(const DeltaParams &p, int multiprocessors) {
+    bool v_first = p.state_in.stride[2] == 1;
+    if (p.op == Op::Verify)
+        v_first ? launch_decode_layout<D, kKda, State, true, true>(p, multiprocessors)
+                : launch_decode_layout<D, kKda, State, false, true>(p, multiprocessors);
+    else
+        v_first ? launch_decode_layout<D, kKda, State, true, false>(p, multiprocessors)
+                : launch_decode_layout<D, kKda, State, false, false>(p, multiprocessors);
+}
+
+template <int D, bool kKda>
+void launch_decode_size(const DeltaParams &p, int multiprocessors) {
+    p.state_in.dtype == DType::F32 ? launch_decode_state<D, kKda, float>(p, multiprocessors)
+                                   : launch_decode_state<D, kKda, __nv_bfloat16>(p, multiprocessors);
 }
 
 template <bool kKda>
 void launch_decode(const DeltaParams &p, int multiprocessors) {
-    using Launcher = void (*)(const DeltaParams &, int);
-    static constexpr Launcher launchers[2][2][2][2] = {// [K = 128][bf16][V-first][verify]
-#define LAYOUT(D, State)                                                                                           \
-    {                                                                                                              \
-        {launch_decode_layout<D, kKda, State, false, false>, launch_decode_layout<D, kKda, State, false, true>}, { \
-            launch_decode_layout<D, kKda, State, true, false>, launch_decode_layout<D, kKda, State, true, true>    \
-        }                                                                                                          \
-    }
-                                                       {LAYOUT(64, float), LAYOUT(64, __nv_bfloat16)},
-                                                       {LAYOUT(128, float), LAYOUT(128, __nv_bfloat16)}};
-#undef LAYOUT
     DeviceGuard guard(p.device);
-    launchers[p.K == 128][p.state_in.dtype == DType::BF16][p.state_in.stride[2] == 1][p.op == Op::Verify](p, multiprocessors);
+    p.K == 128 ? launch_decode_size<128, kKda>(p, multiprocessors) : launch_decode_size<64, kKda>(p, multiprocessors);
 }
 
 }  // namespace linattn::cuda

@@ -1,427 +1,467 @@
-// Decode and verify: the delta rule for one or a few tokens against a pool of states, in place.
+// Decode at memory speed: the delta rule for one or a few tokens against a pool of states, in place.
 //
 //   S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = scale S^T q        arXiv:2412.06464, arXiv:2510.26692
 //
-// Grid: one CTA of kWidth/16 warps per (sequence, value head, kWidth columns of V). A state goes straight from the pool to
-// registers and back, every load of a CTA in flight at once; while a CTA waits or finishes, the other ones on its SM load.
-// Decode is bound by the bytes of the state, verify by the arithmetic, so both want many warps that do not wait for each other.
+// One CTA per SM walks over the tiles, the states of (sequence, value head) pairs. A state lies contiguous in its pool (D x D
+// elements) and comes in one bulk copy. kStages tiles are in shared memory, two being computed, the others on their way.
 //
-// A thread holds the rows of one lane class lk (tile.cuh) in four columns of V: D/2 floats. The order of the last two strides
-// decides which threads:
-//   V-first (K contiguous)   lane (lk, lv) as in tile.cuh: a warp owns all of K and 16 columns; three exchanges sum over K.
-//   K-first (V contiguous)   kWidth/4 lanes side by side hold a row. A warp's lanes exchange as far as its classes go, then the
-//                            warps' sums meet in shared memory, in the order of the exchanges.
-// So every layout, width and delta_recurrent_kernel sum in the same order and agree in bits.
+//   warpgroups 0 and 1, consumers: two groups of four warps, which take the tiles in turn, so that one computes while the other
+//                        waits: state to registers . tokens . state to the pool
+//   warp 8, moves states     rows from the tables . wait until the stage is done with . bulk store of what is in it . bulk load
+//   warps 9, 10, tokens      decode: of one group each: q, k, v, g, beta . normalise, gate . the group's ring of slots
 //
-// Schedule:  loads of row, tokens . loads of the state . tokens to shared memory . barrier .
-//            for each token { decay, S^T k, S^T q . exchanges (K-first: barrier) . u . update . o } . store
-// Tokens come in blocks of 16 kThreads/D. The gates of a block are spread over all threads, for KDA's take longer than the rest.
+// For verify a group prepares its own tokens, kBlock at a time, the loads in flight while the block or the tile before is
+// computed: the first two warps of group 0 and the last two of group 1, one on each scheduler. Two warps would not keep up.
 //
-// Shared memory: slots of 1.1 to 2 KB per token of a block, and sums: below 34 KB.
-// Registers: state 64, k 16, sums 8, a token as loaded 22: below 128, so that 16 warps fit an SM.
+// The order of the last two strides decides how consumers hold the state, because shared memory is as the pool is:
+//   V-first (K contiguous)   a warp owns a quarter of the columns and all of K; lane (lk, lv) as in tile.cuh; sums over K by 3
+//                            exchanges in the warp.
+//   K-first (V contiguous)   a warp owns all columns of the tile and the rows of K that the lanes lk = warp and warp + 4 hold
+//                            in tile.cuh; the four warps' sums meet in shared memory, in the order of those exchanges.
+// So every layout and delta_recurrent_kernel sum in the same order and agree in bits.
+// K-first states go from registers to the pool, 256 or 512 bytes of a row at a time; V-first ones, whose pieces are shorter, go
+// back to their stage and leave in one bulk copy.
+//
+// Shared memory at D = 128: 3 stages of 64 KB (fp32; bf16 6 of 32 KB) + 8 token slots of 2 KB + sums 16 KB (K-first) = 225 KB.
+// Registers: consumers 200 or 232 (state 128, sums 16; verify: the next tokens 22 to 30), other warps the rest of 384 x 168,
+// what the CTA starts with (to ask for more waits for ever).
 #pragma once
 #include "common/launch.h"
+#include "common/pipeline.cuh"
+#include "ptx/cta.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
 #include "recurrent.h"
 #include "tokens.cuh"
 
 namespace linattn::cuda::delta_decode {
 
-template <int kD, bool kKdaGate, class StateT, bool kVFirstOrder, bool kVerifyOp, int kColumns, int kColumnsPerLane,
-          int kCtas = 64 * kColumnsPerLane / kColumns>
+template <int kD, bool kKdaGate, class StateT, bool kVFirstOrder, bool kDecode>
 struct Config {
-    static constexpr int D = kD, kWidth = kColumns, kCols = kColumnsPerLane;  // columns of V of a CTA, of a lane
-    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kVerify = kVerifyOp;
+    static constexpr int D = kD;
+    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kTokenWarps = kDecode, kBulkStore = kVFirst;
     using State = StateT;
-    static constexpr int kThreads = 8 * kWidth / kCols, kWarps = kThreads / 32, kSlices = D / kWidth;
-    static constexpr int kResident = kCtas;                           // CTAs on an SM
-    static constexpr int kLanes = D / 8, kBlock = kThreads / kLanes;  // lanes per token, tokens at once
-    // Two columns a lane leave registers for the next block's loads; with four a sequence has one block at most.
-    static constexpr bool kOneBlock = kCols == 4;
-    static constexpr int kGates = kKda ? 8 : 1;       // of a block, per thread
-    static constexpr int kRows = D / 8;               // of a class
-    static constexpr int kRowLanes = kWidth / kCols;  // K-first: lanes of a row
-    // A lane's sums, S^T k and S^T q of its columns, that are left after the exchanges in its warp.
-    static constexpr int kSums = kVFirst ? 1 : kCols * kWarps / 4;
-    static_assert(kVFirst || kWarps > 1, "K-first sums meet in shared memory");
+    static constexpr int kGroups = 2, kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;  // of consumers
+    static constexpr int kThreads = kGroups * kGroupThreads + 128;  // a whole warpgroup, because setmaxnreg counts in them
+    static constexpr int kConsumerRegisters = !kTokenWarps ? 232 : kVFirst && sizeof(State) == 4 ? 208 : 200;
+    static constexpr int kOtherRegisters = 3 * 168 - 2 * kConsumerRegisters;
+    static constexpr int kLanes = D / 8;                             // per token
+    static constexpr int kJobs = 32 / kLanes;                        // tokens that a token warp has in flight
+    static constexpr int kBlock = kGroupThreads / 2 / kLanes;        // tokens that a group prepares at once
+    static constexpr int kSlots = kTokenWarps ? 2 * kJobs : kBlock;  // tokens in shared memory, of each group
+    static constexpr int kTileBytes = D * D * static_cast<int>(sizeof(State));
+    static constexpr int kStages = kTileBytes == 65536 ? 3 : 6;
+    static constexpr int kClasses = kVFirst ? 1 : 2;         // values of lk that a lane stands for
+    static constexpr int kRows = D / 8;                      // rows of K of each
+    static constexpr int kCols = kVFirst ? D / 16 : D / 32;  // columns of V that a lane holds
+};
+
+// What is known of a tile in a stage.
+struct Tile {
+    int64_t write_offset;        // elements into state_out, -1: not written
+    int64_t o_offset, u_offset;  // elements into o and kept_u, of the first token
+    int length;
+    int padding;  // 1: a row of -1, the outputs are zeroed
 };
 
 template <class C>
-struct Smem {
-    TokenSlot<C::D, C::kKda, C::kWidth> token[C::kBlock];
-    // S^T k and S^T q of each warp. Two of each: those of the next token are written while others read.
-    alignas(16) float sum[2][2][C::kVFirst ? 1 : C::kWarps][C::kVFirst ? 1 : C::kWidth];
+struct alignas(128) Smem {
+    typename C::State state[C::kStages][C::D * C::D];
+    TokenSlot<C::D, C::kKda, C::D> token[C::kGroups][C::kSlots];
+    // K-first: S^T k and S^T q by warp. Two of each: those of the next token are written while others read.
+    float sum[C::kVFirst ? 1 : C::kGroups][2][2][C::kGroupWarps][C::kVFirst ? 1 : C::D];
+    Tile tile[C::kStages];
+    // Tile j of a CTA lies in stage j mod kStages, and its arrival is told by barrier j mod 2 kStages, on which one group alone
+    // waits: were it shared, a group could take the phase before for its own while the other's tile is late (seen as a hang).
+    uint64_t full[2 * C::kStages], done[C::kStages];
+    uint64_t token_ring[C::kGroups][2 * C::kSlots];
 };
 
-// Rows 32 j + 4 lk + i of K, in kCols columns of V.
+constexpr uint32_t kGroupMeets = 1;  // named barriers, of group 0 and of group 1
+
+template <class C>
+__device__ __forceinline__ Item item_of(const DeltaParams &p, int i) {
+    int heads = static_cast<int>(p.HV);
+    return make_item(p, i / heads, i % heads, 0);
+}
+
+// Each lane looks up a tile of the next 32, so that the loads of their tables overlap; then they move the states in turn.
+template <class C>
+__device__ void move_states(const DeltaParams &p, Smem<C> &smem, int tiles) {
+    int lane = threadIdx.x % 32, step = gridDim.x, count = (tiles - static_cast<int>(blockIdx.x) + step - 1) / step;
+    auto empty = [&](int number) {  // the stage of a tile, once consumers are done with it
+        int stage = number % C::kStages;
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.done[stage]), number / C::kStages % 2);
+        if constexpr (C::kBulkStore) {
+            if (int64_t offset = smem.tile[stage].write_offset; offset >= 0) {
+                ptx::cp_async_bulk_store(reinterpret_cast<typename C::State *>(p.state_out.data) + offset,
+                                         ptx::shared_address(smem.state[stage]), C::kTileBytes);
+                ptx::cp_async_bulk_commit_group();
+                ptx::cp_async_bulk_wait_group_read<0>();
+            }
+        }
+    };
+    for (int first = 0; first < count; first += 32) {
+        int number = first + lane;
+        Tile tile = {};
+        const typename C::State *from = nullptr;
+        if (number < count) {
+            Item item = item_of<C>(p, blockIdx.x + number * step);
+            int64_t read = pool_row(p.read_indices, item.n, p.P),
+                    write = p.state_out ? pool_row(p.write_indices, item.n, p.F) : -1;
+            auto at = [&](const Tensor &t, int64_t row) { return row * t.stride[0] + item.head * t.stride[1]; };
+            tile.write_offset = read < 0 || write < 0 ? -1 : at(p.state_out, write);
+            tile.o_offset = token_offset(p.o, item, 0);
+            tile.u_offset = p.kept_u ? token_offset(p.kept_u, item, 0) : 0;
+            tile.length = item.length;
+            tile.padding = read < 0;
+            if (read >= 0) from = reinterpret_cast<const typename C::State *>(p.state_in.data) + at(p.state_in, read);
+        }
+        for (int j = 0; j < 32 && first + j < count; ++j) {
+            if (lane == j) {
+                int stage = number % C::kStages;
+                uint32_t full = ptx::shared_address(&smem.full[number % (2 * C::kStages)]);
+                if (number >= C::kStages) empty(number - C::kStages);
+                smem.tile[stage] = tile;
+                if (tile.padding) {
+                    ptx::mbarrier_arrive(full);
+                } else {
+                    ptx::mbarrier_arrive_expect_tx(full, C::kTileBytes);
+                    ptx::cp_async_bulk_load(ptx::shared_address(smem.state[stage]), from, C::kTileBytes, full);
+                }
+            }
+            __syncwarp();
+        }
+    }
+    if constexpr (C::kBulkStore)
+        if (lane == 0)
+            for (int number = count < C::kStages ? 0 : count - C::kStages; number < count; ++number) empty(number);
+}
+
+// Decode: the tokens of a group's tiles, one after the other, in turn by the kJobs groups of kLanes lanes of a warp: with one
+// token per sequence too, several are in flight. Tokens of padding come along, so that nothing here waits for the table.
+template <class C>
+__device__ void produce_tokens(const DeltaParams &p, Smem<C> &smem, int tiles, int group) {
+    Ring<C::kSlots> ring{ptx::shared_address(smem.token_ring[group])};
+    RingState<C::kSlots> at;
+    int step = C::kGroups * gridDim.x, i = blockIdx.x + group * gridDim.x, token = threadIdx.x % 32 / C::kLanes;
+    at.stage = token;
+    Item item = {};
+    auto find = [&](bool next) {  // the tile that token belongs to, and its number there
+        for (; i < tiles; i += step, next = true) {
+            if (next) item = item_of<C>(p, i);
+            if (token < item.length) return;
+            token -= item.length;
+        }
+    };
+    find(true);
+    while (__any_sync(0xffffffffu, i < tiles)) {
+        bool mine = i < tiles;
+        RawToken<C::kKda> raw;
+        RawGate<C::kKda> gate;
+        if (mine) {
+            using Source = TokenSource<C::D, C::kKda, C::D>;
+            Source(p, item).fetch(p, token, raw);
+            Source::fetch_gate(p, item.head, gate);
+            ring.wait_empty(at);
+        }
+        __syncwarp();
+        deposit<C::D, C::kKda, C::D>(p, raw, gate, mine, smem.token[group][at.stage], [] { return Kept(); });
+        if (mine) ptx::mbarrier_arrive(ring.full(at.stage));
+        token += C::kJobs;
+        at.stage += C::kJobs;
+        if (at.stage >= C::kSlots) at.stage -= C::kSlots, at.phase ^= 1;
+        find(false);
+        __syncwarp();
+    }
+}
+
+// The part of a state that a lane holds: rows row(c, kk) of K, columns column .. column + kCols of V.
 template <class C>
 struct Share {
-    float s[C::kRows][C::kCols];
-    int lk, column;
-
-    __device__ __forceinline__ Share() {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        lk = C::kVFirst ? lane % 8 : warp + C::kWarps * (lane / C::kRowLanes);
-        column = C::kCols * (C::kVFirst ? 4 * warp + lane / 8 : lane % C::kRowLanes);
+    float s[C::kClasses][C::kRows][C::kCols];
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % C::kGroupWarps; }
+    static __device__ __forceinline__ int column() {
+        return C::kVFirst ? warp() * (C::D / 4) + C::kCols * (lane() / 8) : C::kCols * lane();
     }
+
+    __device__ __forceinline__ int lk(int c) const { return C::kVFirst ? lane() % 8 : warp() + 4 * c; }
 
     static constexpr int kVector = C::kVFirst ? 4 : C::kCols;  // elements that lie side by side
-    static constexpr int kVectors = C::kRows * C::kCols / kVector;
-    static constexpr bool kF32 = sizeof(typename C::State) == 4;
-    static constexpr int kWords = kF32 ? kVector : kVector / 2;
-    struct alignas(4 * kWords) Vector {
-        uint32_t word[kWords];
+    struct alignas(kVector * sizeof(typename C::State)) Vector {
+        typename C::State x[kVector];
     };
-    // Element n of the lane's vectors, from the slice's first element on.
-    __device__ __forceinline__ int place(int n) const {
-        return C::kVFirst ? (column + n % C::kCols) * C::D + 4 * lk + 32 * (n / C::kCols)
-                          : (32 * (n / 4) + 4 * lk + n % 4) * C::D + column;
+    // f(element of the stage, c, kk, r): kVector values, of which value(c, kk, r, i) is number i.
+    template <class F>
+    __device__ __forceinline__ void for_each_vector(F f) const {
+#pragma unroll
+        for (int c = 0; c < C::kClasses; ++c)
+#pragma unroll
+            for (int kk = 0; kk < C::kRows; kk += C::kVFirst ? 4 : 1)
+#pragma unroll
+                for (int r = 0; r < (C::kVFirst ? C::kCols : 1); ++r)
+                    f(C::kVFirst ? (column() + r) * C::D + 8 * kk + 4 * lk(c)
+                                 : (32 * (kk / 4) + 4 * lk(c) + kk % 4) * C::D + column(),
+                      c, kk, r);
     }
-    __device__ __forceinline__ float &value(int n, int i) {
-        return C::kVFirst ? s[n / C::kCols * 4 + i][n % C::kCols] : s[n][i];
-    }
+    __device__ __forceinline__ float &value(int c, int kk, int r, int i) { return C::kVFirst ? s[c][kk + i][r] : s[c][kk][i]; }
 
-    // As loaded; it becomes s after the first tokens' work, because to convert it is to wait for it.
-    struct Raw {
-        Vector v[kVectors];
-    };
-    __device__ __forceinline__ void fetch(const typename C::State *slice, Raw &raw) const {
+    __device__ __forceinline__ void load(const typename C::State *stage) {
+        for_each_vector([&](int at, int c, int kk, int r) {
+            Vector v = *reinterpret_cast<const Vector *>(stage + at);
 #pragma unroll
-        for (int n = 0; n < kVectors; ++n) raw.v[n] = *reinterpret_cast<const Vector *>(slice + place(n));
+            for (int i = 0; i < kVector; ++i) value(c, kk, r, i) = static_cast<float>(v.x[i]);
+        });
     }
-    __device__ __forceinline__ void take(const Raw &raw) {
-#pragma unroll
-        for (int n = 0; n < kVectors; ++n)
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-                uint32_t word = raw.v[n].word[kF32 ? i : i / 2];
-                value(n, i) = __uint_as_float(kF32 ? word : i % 2 ? word & 0xffff0000u : word << 16);
-            }
-    }
-    __device__ __forceinline__ void store(typename C::State *slice) {
-#pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
+    __device__ __forceinline__ void store(typename C::State *state) {
+        for_each_vector([&](int at, int c, int kk, int r) {
             Vector v;
 #pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                if constexpr (kF32) {
-                    v.word[i] = __float_as_uint(value(n, i));
-                } else {
-                    __nv_bfloat162 pair = __floats2bfloat162_rn(value(n, 2 * i), value(n, 2 * i + 1));
-                    v.word[i] = *reinterpret_cast<uint32_t *>(&pair);
-                }
-            }
-            *reinterpret_cast<Vector *>(slice + place(n)) = v;
-        }
+            for (int i = 0; i < kVector; ++i) v.x[i] = static_cast<typename C::State>(value(c, kk, r, i));
+            *reinterpret_cast<Vector *>(state + at) = v;
+        });
     }
 };
 
-// Tokens on their way from global memory to the slots, a block at a time. kLanes threads take q, k and v of a token, a thread
-// of the upper half of the CTA its beta and GDN's gate; KDA's gates are spread over all threads.
+// K-first: the sums of the warps in the order of the exchanges above (lanes lk and lk + 4 have met in the warp already).
 template <class C>
-struct Tokens {
-    // KDA: gate number i of a thread is of token i / kParts kStep + gate_token() of the block and of element
-    // i % kParts kThreads + gate_element().
-    static constexpr int kParts = C::kKda && C::D > C::kThreads ? C::D / C::kThreads : 1;
-    static constexpr int kStep = C::D > C::kThreads ? 1 : C::kThreads / C::D;
-    const DeltaParams &p;
-    const Item &item;
-    uint4 q, k, v;
-    uint32_t g[C::kGates], beta, bias[kParts], a_log;
-
-    static __device__ __forceinline__ int own() { return threadIdx.x / C::kLanes; }
-    static __device__ __forceinline__ int lane() { return threadIdx.x % C::kLanes; }
-    static __device__ __forceinline__ int scalar_token() { return static_cast<int>(threadIdx.x) - C::kThreads / 2; }
-    static __device__ __forceinline__ int gate_token() { return kParts > 1 ? 0 : threadIdx.x / C::D; }
-    static __device__ __forceinline__ int gate_element() { return threadIdx.x % C::D; }
-    __device__ __forceinline__ bool has_scalar(int first) const {
-        int t = scalar_token();
-        return t >= 0 && t < C::kBlock && first + t < item.length;
-    }
-
-    __device__ __forceinline__ Tokens(const DeltaParams &params, const Item &of) : p(params), item(of) {}
-
-    // Loads the block from token `first` on.
-    __device__ __forceinline__ void fetch(int first) {
-        if (int token = first + own(); token < item.length) {
-            Item key = item;
-            key.head = static_cast<uint32_t>(item.head) * static_cast<uint32_t>(p.H) / static_cast<uint32_t>(p.HV);
-            auto load = [&](const Tensor &t, const Item &i, int column) {
-                return *reinterpret_cast<const uint4 *>(reinterpret_cast<const uint16_t *>(t.data) + token_offset(t, i, token) +
-                                                        column);
-            };
-            q = load(p.q, key, 8 * lane()), k = load(p.k, key, 8 * lane());
-            if (8 * lane() < C::kWidth) v = load(p.v, item, item.v_cta + 8 * lane());
-        }
-        if (C::kKda || has_scalar(first)) {
-            int element = C::kKda ? gate_element() : 0;
-            if (p.A_log) a_log = load_bits(p.A_log, item.head * p.A_log.stride[0]);
-            if (p.dt_bias) {
+__device__ __forceinline__ Columns<C::kCols> sum_over_warps(const float (&part)[C::kGroupWarps][C::kVFirst ? 1 : C::D],
+                                                            int column) {
+    Columns<C::kCols> p[4], total;
 #pragma unroll
-                for (int i = 0; i < kParts; ++i)
-                    bias[i] = load_bits(p.dt_bias, item.head * p.dt_bias.stride[0] +
-                                                       (C::kKda ? (element + i * C::kThreads) * p.dt_bias.stride[1] : 0));
-            }
-            if (!C::kKda) g[0] = load_bits(p.g, token_offset(p.g, item, first + scalar_token()));
-        }
-        if (has_scalar(first)) beta = load_bits(p.beta, token_offset(p.beta, item, first + scalar_token()));
-        if constexpr (C::kKda) {
-            int size = p.g.dtype == DType::F32 ? 4 : 2, token = first + gate_token();
-            int64_t part = p.g.stride[3] * (size * C::kThreads), step = p.g.stride[1] * (size * kStep);
-            const char *at =
-                static_cast<const char *>(p.g.data) + size * (token_offset(p.g, item, token) + gate_element() * p.g.stride[3]);
+    for (int w = 0; w < 4; ++w) p[w] = load_columns<C::kCols>(&part[w][column]);
 #pragma unroll
-            for (int i = 0; i < C::kGates; i += kParts, token += kStep, at += step) {
-                if (token >= item.length) break;
-#pragma unroll
-                for (int j = 0; j < kParts; ++j)
-                    g[i + j] = size == 4 ? *reinterpret_cast<const uint32_t *>(at + j * part)
-                                         : *reinterpret_cast<const uint16_t *>(at + j * part);
-            }
-        }
-    }
-
-    // Normalised, gated and in float, to the slots; what verify keeps goes to global memory.
-    __device__ __forceinline__ void finish(int first, TokenSlot<C::D, C::kKda, C::kWidth> (&slots)[C::kBlock]) const {
-        bool keeps = C::kVerify && item.v_cta == 0;
-        float amplitude = C::kKda || has_scalar(first) ? gate_amplitude(p, a_log) : 1.0f;
-        if (first + (own() & -(32 / C::kLanes)) < item.length) {  // whole warps
-            float x[8], y[8], qk = normalise<C::kLanes>(p, q, k, x, y);
-            if (int token = first + own(); token < item.length) {
-                auto &slot = slots[own()];
-                store8(&slot.q[8 * lane()], x);
-                store8(&slot.k[8 * lane()], y);
-                if (keeps)
-                    if (float *kept = Kept(p, item, token).k) store8(kept + 8 * lane(), y);
-                if (8 * lane() < C::kWidth) {
-                    unpack8(v, p.q.dtype == DType::BF16, x);
-                    store8(&slot.v[8 * lane()], x);
-                }
-                if (lane() == 0) slot.qk = qk;
-            }
-        }
-        if (has_scalar(first)) {
-            auto &slot = slots[scalar_token()];
-            if (!C::kKda) {
-                float d = log_decay(p, gate_input(p, g[0], bias[0]), amplitude), gamma = expf(d);
-                *reinterpret_cast<float4 *>(slot.gamma) = make_float4(gamma, gamma, gamma, gamma);
-                if (keeps)
-                    if (float *kept = Kept(p, item, first + scalar_token()).g) *kept = d;
-            }
-            slot.beta = beta_value(p, beta);
-            slot.scale = static_cast<float>(p.scale);
-        }
-        if constexpr (C::kKda) {
-            // Inputs to where the results go, then a loop over them: unrolled, it would be the largest part of the kernel.
-            int token = gate_token();
-#pragma unroll
-            for (int i = 0; i < C::kGates; i += kParts) {
-                if (first + token + i / kParts * kStep >= item.length) break;
-#pragma unroll
-                for (int j = 0; j < kParts; ++j)
-                    slots[token + i / kParts * kStep].gamma[gate_element() + j * C::kThreads] =
-                        gate_input(p, g[i + j], bias[j]);
-            }
-#pragma unroll 1
-            for (; token < C::kBlock && first + token < item.length; token += kStep)
-#pragma unroll 1
-                for (int element = gate_element(); element < C::D; element += C::kThreads) {
-                    float &at = slots[token].gamma[element], d = log_decay(p, at, amplitude);
-                    at = expf(d);
-                    if (keeps && p.kept_g)
-                        reinterpret_cast<float *>(p.kept_g.data)[token_offset(p.kept_g, item, first + token) + element] = d;
-                }
-        }
-    }
-};
-
-// Sums over the classes that a warp holds: an exchange halves what a lane carries, until one is left. Numbers 0 .. kCols - 1
-// are S^T k, the others S^T q.
-template <class C, int kMask = 4, int kCarried = 2 * C::kCols>
-__device__ __forceinline__ void exchange(float (&sum)[2 * C::kCols], int lk) {
-    if constexpr (kMask >= (C::kVFirst ? 1 : C::kWarps)) {
-        constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
-        bool upper = lk & kMask;
-#pragma unroll
-        for (int i = 0; i < kNext; ++i) {
-            float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
-            float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
-            sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, C::kVFirst ? kMask : 4 * kMask);
-        }
-        exchange<C, kMask / 2, kNext>(sum, lk);
-    }
-}
-// The first number that a lane of class lk is left with.
-template <class C>
-__device__ __forceinline__ int first_sum(int lk) {
-    return lk * C::kCols / 4 & (2 * C::kCols - C::kSums);
+    for (int r = 0; r < C::kCols; ++r) total.x[r] = (p[0].x[r] + p[2].x[r]) + (p[1].x[r] + p[3].x[r]);
+    return total;
 }
 
-// The warps' sums of a lane's columns, in the order of the exchanges.
-template <int kCols, int kWarps, int kWidth>
-__device__ __forceinline__ Columns<kCols> sum_over_warps(const float (&part)[kWarps][kWidth], int column) {
-    Columns<kCols> p[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) p[w] = load_columns<kCols>(&part[w][column]);
-#pragma unroll
-    for (int half = kWarps / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int w = 0; w < half; ++w)
-#pragma unroll
-            for (int r = 0; r < kCols; ++r) p[w].x[r] += p[w + half].x[r];
-    return p[0];
-}
-
-// One token. turn: its number in the sequence.
-template <class C>
-__device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, const TokenSlot<C::D, C::kKda, C::kWidth> &x, int turn,
-                                     const Results &to) {
-    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols];
-    auto take_k = [&](int kk) {
-        float4 k4 = share4(x.k, S.lk, kk);
-        k[kk] = k4.x, k[kk + 1] = k4.y, k[kk + 2] = k4.z, k[kk + 3] = k4.w;
-    };
+// S is decayed, and y = S^T k and z = S^T q are summed over the rows of class c.
+template <class C, class Slot>
+__device__ __forceinline__ void decay_and_multiply(Share<C> &S, const Slot &x, int c, float (&y)[C::kCols],
+                                                   float (&z)[C::kCols]) {
 #pragma unroll
     for (int kk = 0; kk < C::kRows; kk += 4) {
-        float4 g4 = gamma4(x, S.lk, kk), q4 = share4(x.q, S.lk, kk);
-        const float g[4] = {g4.x, g4.y, g4.z, g4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
-        take_k(kk);
+        float4 g4 = gamma4(x, S.lk(c), kk), k4 = share4(x.k, S.lk(c), kk), q4 = share4(x.q, S.lk(c), kk);
+        const float g[4] = {g4.x, g4.y, g4.z, g4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int r = 0; r < C::kCols; ++r) {
-                float &s = S.s[kk + i][r];
+                float &s = S.s[c][kk + i][r];
                 s = __fmul_rn(s, g[i]);
-                sum[r] = fmaf(s, k[kk + i], sum[r]);
-                sum[C::kCols + r] = fmaf(s, q[i], sum[C::kCols + r]);
+                y[r] = fmaf(s, k[i], y[r]);
+                z[r] = fmaf(s, q[i], z[r]);
             }
     }
-    exchange<C>(sum, S.lk);
-    float4 scalars = *reinterpret_cast<const float4 *>(&x.beta);
-    float beta = scalars.x, qk = scalars.y;
-    Results out = to;
-    out.scale = scalars.z;
-    int first = first_sum<C>(S.lk);
+}
+
+// One token, with its slot's vectors: the outputs, and u for update(). turn: number of the token among the group's.
+template <class C, class Slot>
+__device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, int group, const Slot &x, int turn, const Results &to,
+                                     float (&u)[C::kCols]) {
+    float y[C::kCols] = {}, z[C::kCols] = {};  // S^T k, S^T q
+    decay_and_multiply<C>(S, x, 0, y, z);
     if constexpr (C::kVFirst) {
-        constexpr int kTwins = 4 / C::kCols;  // lanes that end with the same sum
-        int lane = threadIdx.x % 32, r = first % C::kCols, own_column = S.column + r;
-        float own = beta * (x.v[own_column] - sum[0]);  // of use where the sum is of S^T k
+        constexpr int kTwins = 8 / C::kCols;  // lanes that end with the same column
+        int lk = S.lane() & 7, column = S.column() + lk / kTwins;
+        sum_over_lanes<C::kCols, 4>(y, lk);
+        sum_over_lanes<C::kCols, 4>(z, lk);
+        float own = x.beta * (x.v[column] - y[0]);
 #pragma unroll
-        for (int i = 0; i < C::kCols; ++i) u[i] = __shfl_sync(0xffffffffu, own, (lane & 24) + i * kTwins);
-        if (first >= C::kCols) {
-            float u_own = r & 1 ? u[1] : u[0];
-            if constexpr (C::kCols == 4) u_own = r & 2 ? (r & 1 ? u[3] : u[2]) : u_own;
-            if (lane % kTwins == 0) out.o[own_column] = static_cast<uint16_t>(out.o_bits(sum[0], qk, u_own));
-        } else if (C::kVerify && out.kept_u && lane % kTwins == 0) {
-            out.kept_u[own_column] = own;
+        for (int r = 0; r < C::kCols; ++r) u[r] = __shfl_sync(0xffffffffu, own, (S.lane() & 24) + r * kTwins);
+        if (lk % kTwins == 0) {
+            if (to.kept_u) to.kept_u[column] = own;
+            to.o[column] = static_cast<uint16_t>(to.o_bits(z[0], x.qk, own));
         }
     } else {
-        auto &part = smem.sum[turn % 2];
-        constexpr int kPiece = C::kSums < C::kCols ? C::kSums : C::kCols;
-        int warp = threadIdx.x / 32;
+        float y1[C::kCols] = {}, z1[C::kCols] = {};
+        decay_and_multiply<C>(S, x, 1, y1, z1);
+        auto &sum = smem.sum[group][turn % 2];
+        Columns<C::kCols> both;
 #pragma unroll
-        for (int i = 0; i < C::kSums; i += kPiece) {
-            Columns<kPiece> piece;
+        for (int r = 0; r < C::kCols; ++r) both.x[r] = y[r] + y1[r];
+        *reinterpret_cast<Columns<C::kCols> *>(&sum[0][S.warp()][S.column()]) = both;
 #pragma unroll
-            for (int r = 0; r < kPiece; ++r) piece.x[r] = sum[i + r];
-            int number = first + i;
-            *reinterpret_cast<Columns<kPiece> *>(&part[number / C::kCols][warp][S.column + number % C::kCols]) = piece;
-        }
-        __syncthreads();
-        Columns<C::kCols> v = load_columns<C::kCols>(&x.v[S.column]), y = sum_over_warps<C::kCols>(part[0], S.column), all;
+        for (int r = 0; r < C::kCols; ++r) both.x[r] = z[r] + z1[r];
+        *reinterpret_cast<Columns<C::kCols> *>(&sum[1][S.warp()][S.column()]) = both;
+        ptx::bar_sync(kGroupMeets + group, C::kGroupThreads);
+        Columns<C::kCols> v = load_columns<C::kCols>(&x.v[S.column()]), total = sum_over_warps<C>(sum[0], S.column()), all_u;
 #pragma unroll
-        for (int r = 0; r < C::kCols; ++r) u[r] = all.x[r] = beta * (v.x[r] - y.x[r]);
-        if (S.lk == turn % 8) {
-            Columns<C::kCols> z = sum_over_warps<C::kCols>(part[1], S.column);
-            Columns<C::kCols / 2> words;
+        for (int r = 0; r < C::kCols; ++r) u[r] = all_u.x[r] = x.beta * (v.x[r] - total.x[r]);
+        if (to.kept_u && S.warp() == (turn + 2) % 4) *reinterpret_cast<Columns<C::kCols> *>(to.kept_u + S.column()) = all_u;
+        if (S.warp() == turn % 4) {
+            total = sum_over_warps<C>(sum[1], S.column());
+            uint32_t words[C::kCols / 2];
 #pragma unroll
             for (int r = 0; r < C::kCols; r += 2)
-                words.x[r / 2] = __uint_as_float(out.o_bits(z.x[r], qk, u[r]) | out.o_bits(z.x[r + 1], qk, u[r + 1]) << 16);
-            *reinterpret_cast<Columns<C::kCols / 2> *>(out.o + S.column) = words;
-            if (C::kVerify && out.kept_u) *reinterpret_cast<Columns<C::kCols> *>(out.kept_u + S.column) = all;
+                words[r / 2] = to.o_bits(total.x[r], x.qk, u[r]) | to.o_bits(total.x[r + 1], x.qk, u[r + 1]) << 16;
+            if constexpr (C::kCols == 4)
+                *reinterpret_cast<uint2 *>(to.o + S.column()) = make_uint2(words[0], words[1]);
+            else
+                *reinterpret_cast<uint32_t *>(to.o + S.column()) = words[0];
         }
-    }
-#pragma unroll
-    for (int kk = 0; kk < C::kRows; ++kk) {
-        if (!C::kVFirst && kk % 4 == 0) take_k(kk);  // read again, for want of registers
-#pragma unroll
-        for (int r = 0; r < C::kCols; ++r) S.s[kk][r] = __fmaf_rn(k[kk], u[r], S.s[kk][r]);
     }
 }
 
+// S = S + k u^T
+template <class C, class Slot>
+__device__ __forceinline__ void update(Share<C> &S, const Slot &x, const float (&u)[C::kCols]) {
+#pragma unroll
+    for (int c = 0; c < C::kClasses; ++c)
+#pragma unroll
+        for (int kk = 0; kk < C::kRows; kk += 4) {
+            float4 k4 = share4(x.k, S.lk(c), kk);
+            const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int r = 0; r < C::kCols; ++r) S.s[c][kk + i][r] = __fmaf_rn(k[i], u[r], S.s[c][kk + i][r]);
+        }
+}
+
+// Verify: the tokens of a group's tiles, on their way from global memory to the group's slots.
 template <class C>
-__device__ __forceinline__ void run_slice(const DeltaParams &p, Smem<C> &smem) {
-    int n = blockIdx.y, head = static_cast<int>(blockIdx.x) / C::kSlices;
-    int v_cta = static_cast<int>(blockIdx.x) % C::kSlices * C::kWidth;
-    auto bits_of = [&](const Tensor &table) { return table ? load_int_bits(table, n * table.stride[0]) : 0; };
-    auto row_of = [&](const Tensor &table, uint64_t bits, int64_t rows) {
-        int64_t row = table ? int_of(table, bits) : n;
-        return row >= 0 && row < rows ? static_cast<int>(row) : -1;
-    };
-    auto slice_of = [&](const Tensor &t, int row) {
-        return reinterpret_cast<typename C::State *>(t.data) + row * t.stride[0] + head * t.stride[1] +
-               v_cta * (C::kVFirst ? C::D : 1);
-    };
-    uint64_t read_bits = bits_of(p.read_indices), write_bits = !C::kVerify ? bits_of(p.write_indices) : 0;
+struct Tokens {
+    using Source = TokenSource<C::D, C::kKda, C::D>;
+    const DeltaParams &p;
+    int own;  // token of a block that this thread works on, -1: none
+    Item item;
+    RawToken<C::kKda> raw;
+    RawGate<C::kKda> gate;
+
+    __device__ __forceinline__ Tokens(const DeltaParams &params, int group)
+        : p(params), own(static_cast<int>(threadIdx.x) % C::kGroupThreads) {
+        if (group == 1) own -= C::kGroupThreads / 2;
+        own = own < 0 || own >= C::kGroupThreads / 2 ? -1 : own / C::kLanes;
+    }
+    __device__ __forceinline__ void go_to(int tile) {
+        item = item_of<C>(p, tile);
+        if (own < 0) return;
+        Source::fetch_gate(p, item.head, gate);
+        fetch(0);
+    }
+    __device__ __forceinline__ void fetch(int first) {
+        if (own >= 0 && first + own < item.length) Source(p, item).fetch(p, first + own, raw);
+    }
+    __device__ __forceinline__ void finish(int first, TokenSlot<C::D, C::kKda, C::D> (&slots)[C::kSlots]) const {
+        if (own < 0) return;  // whole warps
+        deposit<C::D, C::kKda, C::D>(p, raw, gate, first + own < item.length, slots[own],
+                                     [&] { return Kept(p, item, first + own); });
+    }
+};
+
+template <class C>
+__device__ void consume(const DeltaParams &p, Smem<C> &smem, int tiles, int group) {
+    Ring<C::kSlots> token_ring{ptx::shared_address(smem.token_ring[group])};
+    RingState<C::kSlots> from;
+    RingState<2 * C::kStages> at;
     Share<C> S;
-    typename Share<C>::Raw raw;
-    // Without a table the state is the first load, else the tokens are: they are on their way while the row is.
-    bool direct = !p.read_indices && n < p.P;
-    if (direct) S.fetch(slice_of(p.state_in, n), raw);
-    Item item = make_item(p, n, head, v_cta);
-    Tokens<C> tokens(p, item);
-    tokens.fetch(0);
-    if (!direct) {
-        int row = row_of(p.read_indices, read_bits, p.P);
-        if (row < 0) {
-            zero_outputs<C::D, C::kKda, C::kWidth, C::kVerify, C::kThreads>(p, item, threadIdx.x);
-            return;
-        }
-        S.fetch(slice_of(p.state_in, row), raw);
-    }
-    tokens.finish(0, smem.token);
-    int write = !C::kVerify && p.state_out ? row_of(p.write_indices, write_bits, p.F) : -1;
-    Results to = {reinterpret_cast<uint16_t *>(p.o.data) + token_offset(p.o, item, 0) + v_cta, nullptr, 0.0f,
-                  p.o.dtype == DType::BF16};
-    if (C::kVerify && p.kept_u) to.kept_u = reinterpret_cast<float *>(p.kept_u.data) + token_offset(p.kept_u, item, 0) + v_cta;
-    S.take(raw);
-    auto steps = [&](int first, int end) {
-        for (int t = first; t < end; ++t) {
-            step<C>(S, smem, smem.token[t - first], t, to);
-            to.o += p.o.stride[1];
-            if (C::kVerify && to.kept_u) to.kept_u += p.kept_u.stride[1];
-        }
+    Results to = {nullptr, nullptr, static_cast<float>(p.scale), p.o.dtype == DType::BF16};
+    int turn = 0, stride = C::kGroups * gridDim.x, i = blockIdx.x + group * gridDim.x;
+    if (i >= tiles) return;
+    auto meet = [&] { ptx::bar_sync(kGroupMeets + group, C::kGroupThreads); };
+    auto arrive = [](uint32_t barrier) {  // what a warp is done with, told by one lane
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
     };
-    __syncthreads();
-    if constexpr (C::kOneBlock) {
-        steps(0, item.length);
-    } else {
-        for (int first = 0;;) {
-            int next = first + C::kBlock;
-            tokens.fetch(next);
-            steps(first, next < item.length ? next : item.length);
-            if (next >= item.length) break;
-            first = next;
-            __syncthreads();  // the slots are free
-            tokens.finish(first, smem.token);
-            __syncthreads();
+    Tokens<C> tokens(p, group);
+    auto look_ahead = [&] {
+        if (i + stride < tiles) tokens.go_to(i + stride);
+    };
+    if constexpr (!C::kTokenWarps) tokens.go_to(i);
+    if (group == 1) at.advance();
+    for (; i < tiles; i += stride, at.advance(), at.advance()) {
+        int stage = at.stage < C::kStages ? at.stage : at.stage - C::kStages;
+        uint32_t done = ptx::shared_address(&smem.done[stage]);
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.full[at.stage]), at.phase);
+        Tile tile = smem.tile[stage];
+        bool written = tile.write_offset >= 0, leaves_from_stage = C::kBulkStore && written;
+        if (!tile.padding) S.load(smem.state[stage]);
+        if (!leaves_from_stage) arrive(done);
+        if (tile.padding) {
+            zero_outputs<C::D, C::kKda, C::D, true, C::kGroupThreads>(p, item_of<C>(p, i), threadIdx.x % C::kGroupThreads);
+            if constexpr (C::kTokenWarps) {
+                for (int t = 0; t < tile.length; ++t, from.advance()) {
+                    token_ring.wait_full(from);
+                    arrive(token_ring.empty(from.stage));
+                }
+            } else {
+                look_ahead();
+            }
+            continue;
+        }
+        to.o = reinterpret_cast<uint16_t *>(p.o.data) + tile.o_offset;
+        to.kept_u = p.kept_u ? reinterpret_cast<float *>(p.kept_u.data) + tile.u_offset : nullptr;
+        auto one_token = [&](const auto &x, bool last) {
+            float u[C::kCols];
+            step<C>(S, smem, group, x, turn, to, u);
+            if (written || !last) update<C>(S, x, u);
+            ++turn;
+            to.o += p.o.stride[1];
+            if (to.kept_u) to.kept_u += p.kept_u.stride[1];
+        };
+        if constexpr (C::kTokenWarps) {
+            for (int t = 0; t < tile.length; ++t, from.advance()) {
+                token_ring.wait_full(from);
+                one_token(smem.token[group][from.stage], t == tile.length - 1);
+                arrive(token_ring.empty(from.stage));
+            }
+        } else {
+            for (int first = 0; first < tile.length; first += C::kBlock) {
+                meet();  // the slots are free
+                tokens.finish(first, smem.token[group]);
+                meet();
+                int next = first + C::kBlock;
+                next < tile.length ? tokens.fetch(next) : look_ahead();
+                for (int t = first; t < next && t < tile.length; ++t)
+                    one_token(smem.token[group][t - first], t == tile.length - 1);
+            }
+        }
+        if (leaves_from_stage) {
+            S.store(smem.state[stage]);
+            ptx::fence_proxy_async_shared_cta();
+            arrive(done);
+        } else if (written) {
+            S.store(reinterpret_cast<typename C::State *>(p.state_out.data) + tile.write_offset);
         }
     }
-    if (write >= 0) S.store(slice_of(p.state_out, write));
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kResident) delta_decode_kernel(const __grid_constant__ DeltaParams p) {
-    extern __shared__ __align__(16) char smem_bytes[];
-    if (blockIdx.y < p.N) run_slice<C>(p, *reinterpret_cast<Smem<C> *>(smem_bytes));
-    zero_tail<C::D, C::kThreads>(p, blockIdx.y * gridDim.x + blockIdx.x, gridDim.y * gridDim.x);
+__global__ void __launch_bounds__(C::kThreads, 1) delta_decode_kernel(const __grid_constant__ DeltaParams p) {
+    extern __shared__ __align__(128) char smem_bytes[];
+    Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
+    int tiles = static_cast<int>(p.N * p.HV), warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        for (auto &full : smem.full) ptx::mbarrier_init(ptx::shared_address(&full), 1);
+        for (auto &done : smem.done) ptx::mbarrier_init(ptx::shared_address(&done), C::kGroupWarps);
+        for (auto &tokens : smem.token_ring) Ring<C::kSlots>{ptx::shared_address(tokens)}.init(C::kLanes, C::kGroupWarps);
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    constexpr int kConsumerWarps = C::kGroups * C::kGroupWarps;
+    if (warp < kConsumerWarps) {
+        ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+        consume(p, smem, tiles, warp / C::kGroupWarps);
+    } else {
+        ptx::setmaxnreg_dec<C::kOtherRegisters>();
+        if (warp == kConsumerWarps) move_states(p, smem, tiles);
+        if constexpr (C::kTokenWarps) {
+            int group = warp - kConsumerWarps - 1;
+            if (group == 0 || group == 1) produce_tokens(p, smem, tiles, group);
+        }
+    }
+    zero_tail<C::D, C::kThreads>(p, blockIdx.x, gridDim.x);
 }
 
 template <class C>
-void launch_config(const DeltaParams &p) {
+void launch_config(const DeltaParams &p, int multiprocessors) {
+    static_assert(sizeof(Smem<C>) <= 232448, "227 KB of shared memory per CTA");
+    int64_t tiles = p.N * p.HV;
     LaunchConfig config;
-    config.grid.x = p.HV * C::kSlices;
-    config.grid.y = p.N;
-    if (p.zero_tail && config.grid.x * config.grid.y < 128) config.grid.y = (127 + config.grid.x) / config.grid.x;
+    config.grid.x = tiles < multiprocessors && !p.zero_tail ? tiles : multiprocessors;
     config.block.x = C::kThreads;
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(p.stream);

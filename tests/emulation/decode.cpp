@@ -7,7 +7,7 @@
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define ALIAS __attribute__((alias("_ZN7linattn4cuda12delta_decode10smem_bytesE")))
-namespace linattn::cuda::delta_stream {
+namespace linattn::cuda::delta_decode_direct {
 extern char smem_bytes[232448] ALIAS;
 }
 namespace linattn::cuda::delta_recurrent {
@@ -20,8 +20,8 @@ inline void cp_async_bulk_store(void *g, uint32_t s, uint32_t n) {
 }
 }  // namespace linattn::ptx
 #include "recurrent/delta_decode.cuh"
+#include "recurrent/delta_decode_direct.cuh"
 #include "recurrent/delta_recurrent.cu"
-#include "recurrent/delta_stream.cuh"
 using namespace linattn;
 using namespace linattn::cuda;
 std::mt19937 rng;
@@ -188,22 +188,18 @@ struct Call {
 
 template <int D, bool kKda, class State, bool kVFirst, bool kVerify>
 void run(const Case &c, int seed) {
-    using Few = delta_decode::Config<D, kKda, State, kVFirst, kVerify, 32, 2>;
-    using Half = delta_decode::Config<D, kKda, State, kVFirst, kVerify, 64, 4>;
-    using Whole = delta_decode::Config<D, kKda, State, kVFirst, kVerify, D, 4>;
+    using Half = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, 64>;
+    using Whole = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, D>;
     uint64_t want = 0;
-    for (const char *kernel : {"recurrent", "few", "half", "whole", "stream"}) {
+    for (const char *kernel : {"recurrent", "decode", "direct half", "direct whole"}) {
         Call call(c, seed);
         const std::string name = kernel;
-        if ((name == "half" && call.TT > Half::kBlock) || (name == "whole" && call.TT > Whole::kBlock)) continue;
+        if ((name == "direct half" && call.TT > Half::kTokens) || (name == "direct whole" && call.TT > Whole::kTokens))
+            continue;
         if (name == "recurrent") launch_delta_recurrent(call.p);
-        if (name == "few") delta_decode::launch_config<Few>(call.p);
-        if (name == "half") delta_decode::launch_config<Half>(call.p);
-        if (name == "whole") delta_decode::launch_config<Whole>(call.p);
-        if (name == "stream") {
-            if (c.verify) continue;
-            delta_stream::launch_config<delta_stream::Config<D, kKda, State, kVFirst>>(call.p, 3);
-        }
+        if (name == "decode") delta_decode::launch_config<delta_decode::Config<D, kKda, State, kVFirst, !kVerify>>(call.p, 3);
+        if (name == "direct half") delta_decode_direct::launch_config<Half>(call.p);
+        if (name == "direct whole") delta_decode_direct::launch_config<Whole>(call.p);
         if (!want) want = call.bits();
         const bool right = call.right(), same = call.bits() == want;
         bad += !right || !same;
