@@ -129,3 +129,37 @@ def test_drafts_verified_rolled_back_and_committed(generator, family, dtype, ord
         )
         check(same_bits(ours, theirs) and same_bits(pool, twin), f"decode after {accepted}")
     check(same_bits(pool[others], start[others]), "a canary is gone")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_kernels_agree_in_bits(generator, D, family, dtype, order):
+    """Few and many states, few and many tokens take different kernels; padded states take the recurrent one."""
+    HV = 4
+    for B, T in ((1, 1), (2, 8), (2, 9), (2, 20), (20, 1), (20, 8), (20, 9), (20, 16)):
+        pool = pool_of(B + 2, HV, D, dtype, order, generator)
+        padded = torch.zeros(B + 2, HV, D, D + 16, dtype=dtype, device=CUDA)[..., :D]
+        padded = padded.transpose(2, 3) if order == "v_first" else padded
+        padded.copy_(pool)
+        rows = torch.randperm(B + 2, device=CUDA, generator=generator)[:B].int()
+        if B > 1:
+            rows[1] = -1
+        # a table, and none: the state is then the first load
+        for table in (rows, None):
+            x = random_inputs(family, B, T, 2, HV, D, generator)
+            x |= {} if table is None else {"read_indices": table}
+            ours = {"state": pool if table is not None else pool[:B]}
+            theirs = {"state": padded if table is not None else padded[:B]}
+            if T <= 16:
+                kept = run(f"{family}_verify", x | ours, qk_l2norm=True)
+                check(pylinattn.last_path() == "cuda/decode", f"verify: {pylinattn.last_path()}")
+                want = run(f"{family}_verify", x | theirs, qk_l2norm=True)
+                check(pylinattn.last_path() == "cuda/recurrent", f"padded: {pylinattn.last_path()}")
+                for name in ("o", "kept_k", "kept_u", "kept_g"):
+                    same = same_bits(getattr(kept, name), getattr(want, name))
+                    check(same, f"verify of {B} x {T}: {name} differs")
+                check(same_bits(pool, padded), f"verify of {B} x {T} wrote the pool")
+            o, want = (run(f"{family}_decode", x | s, qk_l2norm=True) for s in (ours, theirs))
+            check(same_bits(o, want), f"decode of {B} x {T}: o differs")
+            check(same_bits(pool, padded), f"decode of {B} x {T}: states differ")

@@ -26,7 +26,6 @@
 // Registers: consumers 200 or 232 (state 128, sums 16; verify: the next tokens 22 to 30), other warps the rest of 384 x 168,
 // what the CTA starts with (to ask for more waits for ever).
 #pragma once
-#include "common/device_guard.h"
 #include "common/launch.h"
 #include "common/pipeline.cuh"
 #include "ptx/cta.cuh"
@@ -454,7 +453,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) delta_decode_kernel(const __gr
             if (group == 0 || group == 1) produce_tokens(p, smem, tiles, group);
         }
     }
-    zero_tail<C::D, C::kThreads>(p);
+    zero_tail<C::D, C::kThreads>(p, blockIdx.x, gridDim.x);
 }
 
 template <class C>
@@ -467,23 +466,6 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(p.stream);
     launch("delta_decode_kernel", delta_decode_kernel<C>, config, p);
-}
-
-template <int D, bool kKda, class State>
-void launch_state(const DeltaParams &p, int multiprocessors) {
-    bool v_first = p.state_in.stride[2] == 1;
-    if (p.op == Op::Decode)
-        v_first ? launch_config<Config<D, kKda, State, true, true>>(p, multiprocessors)
-                : launch_config<Config<D, kKda, State, false, true>>(p, multiprocessors);
-    else
-        v_first ? launch_config<Config<D, kKda, State, true, false>>(p, multiprocessors)
-                : launch_config<Config<D, kKda, State, false, false>>(p, multiprocessors);
-}
-
-template <int D, bool kKda>
-void launch_for(const DeltaParams &p, int multiprocessors) {
-    p.state_in.dtype == DType::F32 ? launch_state<D, kKda, float>(p, multiprocessors)
-                                   : launch_state<D, kKda, __nv_bfloat16>(p, multiprocessors);
 }
 
 }  // namespace linattn::cuda::delta_decode

@@ -214,7 +214,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 3) delta_decode_few_kernel(const __grid_constant__ DeltaParams p) {
     __shared__ Smem<C> smem;
     if (blockIdx.x < p.N * p.HV * C::kSlices) run_slice<C>(p, smem);
-    zero_tail<C::D, C::kThreads>(p);
+    zero_tail<C::D, C::kThreads>(p, blockIdx.x, gridDim.x);
 }
 
 template <class C>
@@ -225,15 +225,6 @@ void launch_config(const DeltaParams &p) {
     config.block.x = C::kThreads;
     config.stream = static_cast<cudaStream_t>(p.stream);
     launch("delta_decode_few_kernel", delta_decode_few_kernel<C>, config, p);
-}
-
-template <int D, bool kKda>
-void launch_for(const DeltaParams &p) {
-    bool v_first = p.state_in.stride[2] == 1, f32 = p.state_in.dtype == DType::F32;
-    if (v_first)
-        f32 ? launch_config<Config<D, kKda, float, true>>(p) : launch_config<Config<D, kKda, __nv_bfloat16, true>>(p);
-    else
-        f32 ? launch_config<Config<D, kKda, float, false>>(p) : launch_config<Config<D, kKda, __nv_bfloat16, false>>(p);
 }
 
 }  // namespace linattn::cuda::delta_decode_few

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? 2 : 8)
         __syncthreads();  // the previous item's slots are free
         run_item<C>(p, item, smem);
     }
-    zero_tail<C::D, C::kThreads>(p);
+    zero_tail<C::D, C::kThreads>(p, blockIdx.x, gridDim.x);
 }
 
 template <class C>

@@ -11,7 +11,7 @@ struct alignas(16) TokenSlot {
     float q[D], k[D];           // after l2norm
     float gamma[kKda ? D : 4];  // decay factors; GDN: one, four times
     float v[kColumns];
-    float beta, qk, unused[2];  // qk = q . k
+    float beta, qk, scale, unused;  // qk = q . k; scale of o, which decode reads here
 };
 
 // One sequence and value head of a call.
@@ -128,57 +128,77 @@ __device__ __forceinline__ void store8(float *to, const float (&x)[8]) {
     reinterpret_cast<float4 *>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
+// q and k of a token, 8 elements each in each of kGroup lanes, in float and, with qk_l2norm, over their norm; q . k is returned.
+template <int kGroup>
+__device__ __forceinline__ float normalise(const DeltaParams &p, const uint4 &raw_q, const uint4 &raw_k, float (&q)[8],
+                                           float (&k)[8]) {
+    bool bf16 = p.q.dtype == DType::BF16;
+    float qq = 0.0f, kk = 0.0f, qk = 0.0f;
+    unpack8(raw_q, bf16, q);
+    unpack8(raw_k, bf16, k);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) qk += q[i] * k[i];
+    qk = sum_over<kGroup>(qk);
+    if (p.qk_l2norm) {  // x / sqrt(sum x^2 + 1e-6)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) qq += q[i] * q[i], kk += k[i] * k[i];
+        float rq = rsqrtf(sum_over<kGroup>(qq) + 1e-6f), rk = rsqrtf(sum_over<kGroup>(kk) + 1e-6f);
+        qk *= rq * rk;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] *= rq, k[i] *= rk;
+    }
+    return qk;
+}
+
+// exp(A_log), held to what is finite: inf would make inf x 0.
+__device__ __forceinline__ float gate_amplitude(const DeltaParams &p, uint32_t a_log) {
+    return p.A_log ? fminf(expf(float_of(p.A_log, a_log)), 1e30f) : 1.0f;
+}
+
+// What log_decay takes, from g and dt_bias as loaded.
+__device__ __forceinline__ float gate_input(const DeltaParams &p, uint32_t g, uint32_t bias) {
+    float z = float_of(p.g, g);
+    return p.dt_bias ? z + float_of(p.dt_bias, bias) : z;
+}
+
+__device__ __forceinline__ float beta_value(const DeltaParams &p, uint32_t raw) {
+    float b = float_of(p.beta, raw);
+    if (p.beta_form != BetaForm::Weight) b = sigmoid(b);
+    return p.beta_form == BetaForm::LogitsX2 ? 2.0f * b : b;
+}
+
 // A token into its slot. Whole warps call it; where `valid` is false nothing is written. kept_of() gives a Kept.
 template <int D, bool kKda, int kColumns, class KeptOf>
 __device__ __forceinline__ void deposit(const DeltaParams &p, const RawToken<kKda> &raw, const RawGate<kKda> &raw_gate,
                                         bool valid, TokenSlot<D, kKda, kColumns> &slot, KeptOf kept_of) {
     constexpr int kGroup = D / 8;
     int lane = threadIdx.x % kGroup;
-    bool bf16 = p.q.dtype == DType::BF16;
-    float x[8], y[8], qq = 0.0f, kk = 0.0f, qk = 0.0f;
-    unpack8(raw.q, bf16, x);
-    unpack8(raw.k, bf16, y);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) qk += x[i] * y[i];
-    qk = sum_over<kGroup>(qk);
-    if (p.qk_l2norm) {  // x / sqrt(sum x^2 + 1e-6)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) qq += x[i] * x[i], kk += y[i] * y[i];
-        float rq = rsqrtf(sum_over<kGroup>(qq) + 1e-6f), rk = rsqrtf(sum_over<kGroup>(kk) + 1e-6f);
-        qk *= rq * rk;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] *= rq, y[i] *= rk;
-    }
+    float x[8], y[8];
+    float qk = normalise<kGroup>(p, raw.q, raw.k, x, y);
     if (!valid) return;
     Kept kept = kept_of();
     store8(&slot.q[8 * lane], x);
     store8(&slot.k[8 * lane], y);
     if (kept.k) store8(kept.k + 8 * lane, y);
     if (8 * lane < kColumns) {
-        unpack8(raw.v, bf16, x);
+        unpack8(raw.v, p.q.dtype == DType::BF16, x);
         store8(&slot.v[8 * lane], x);
     }
-    float amplitude = 1.0f;
-    if (p.A_log) amplitude = fminf(expf(float_of(p.A_log, raw_gate.a_log)), 1e30f);  // inf would make inf x 0
-    auto gate = [&](int i) {
-        float z = float_of(p.g, raw.g[i]);
-        return log_decay(p, p.dt_bias ? z + float_of(p.dt_bias, raw_gate.bias[i]) : z, amplitude);
-    };
+    float amplitude = gate_amplitude(p, raw_gate.a_log);
     if constexpr (kKda) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) y[i] = gate(i), x[i] = expf(y[i]);
+        for (int i = 0; i < 8; ++i)
+            y[i] = log_decay(p, gate_input(p, raw.g[i], raw_gate.bias[i]), amplitude), x[i] = expf(y[i]);
         store8(&slot.gamma[8 * lane], x);
         if (kept.g) store8(kept.g + 8 * lane, y);
     }
     if (lane != 0) return;
     if constexpr (!kKda) {
-        float d = gate(0), gamma = expf(d);
+        float d = log_decay(p, gate_input(p, raw.g[0], raw_gate.bias[0]), amplitude), gamma = expf(d);
         *reinterpret_cast<float4 *>(slot.gamma) = make_float4(gamma, gamma, gamma, gamma);
         if (kept.g) *kept.g = d;
     }
-    float b = float_of(p.beta, raw.beta);
-    if (p.beta_form != BetaForm::Weight) b = sigmoid(b);
-    slot.beta = p.beta_form == BetaForm::LogitsX2 ? 2.0f * b : b;
+    slot.beta = beta_value(p, raw.beta);
     slot.qk = qk;
 }
 
@@ -235,11 +255,11 @@ __device__ void zero_outputs(const DeltaParams &p, const Item &item, int thread)
     }
 }
 
-// Rows of o past the last sequence, when o is ours.
+// Rows of o past the last sequence, when o is ours; by all CTAs.
 template <int D, int kThreads>
-__device__ void zero_tail(const DeltaParams &p) {
+__device__ void zero_tail(const DeltaParams &p, int64_t cta, int64_t ctas) {
     if (!p.zero_tail || !p.cu_seqlens) return;
-    for (int64_t t = clamped_start(p, p.N) + blockIdx.x; t < p.T; t += gridDim.x)
+    for (int64_t t = clamped_start(p, p.N) + cta; t < p.T; t += ctas)
         for (int64_t i = threadIdx.x; i < p.HV * D; i += kThreads)
             reinterpret_cast<uint16_t *>(p.o.data)[t * p.o.stride[1] + i / D * p.o.stride[2] + i % D] = 0;
 }

@@ -16,6 +16,8 @@ void launch(const char *name, void (*kernel)(P...), const LaunchConfig &c, A &&.
         fprintf(stderr, "smem %ld\n", (long)c.smem_bytes);
         abort();
     }
-    emu::run(c.grid.x, c.block.x, [&] { kernel(a...); }, name);
+    emu::grid.y = c.grid.y;
+    for (emu::block.y = 0; emu::block.y < c.grid.y; emu::block.y++)
+        emu::run(c.grid.x, c.block.x, [&] { kernel(a...); }, name);
 }
 }  // namespace linattn::cuda
