@@ -1,8 +1,11 @@
 """Every GPU kernel once or twice on small inputs, for compute-sanitizer.
 
-    for tool in memcheck racecheck synccheck initcheck; do
+    for tool in memcheck synccheck initcheck; do
         compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py
     done
+
+racecheck does not follow a warp's arrival by one lane: it takes a library built with -DLINATTN_EVERY_LANE_ARRIVES among
+CMAKE_CUDA_FLAGS (cuda/common/pipeline.cuh), named by PYLINATTN_LIBRARY.
 
 Each array is an allocation of its own, so that memcheck sees every access outside of one. Results are compared with the CPU.
 """
@@ -48,9 +51,10 @@ def compare(name, device, host):
         sys.exit(f"{name}: relative error {error:.1e} from the CPU, by {pylinattn.last_path()}")
 
 
-def inputs(kda, B, T, D, dtype):
+def inputs(kda, B, T, D, dtype, HV=HV):
     gate = (B, T, HV, D) if kda else (B, T, HV)
-    q, k = (pair(rng.standard_normal((B, T, H, D)), dtype) for _ in range(2))
+    q, k = (rng.standard_normal((B, T, H, D)) for _ in range(2))
+    q, k = (pair(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype) for x in (q, k))
     v = pair(rng.standard_normal((B, T, HV, D)), dtype)
     return [q, k, v, pair(-rng.random(gate), np.float32), pair(rng.random((B, T, HV)), np.float32)]
 
@@ -58,9 +62,13 @@ def inputs(kda, B, T, D, dtype):
 def both(name, op, arrays, **options):
     """Runs op on the GPU and on the CPU; options that are pairs are split."""
     calls = []
+    options.setdefault("qk_l2norm", True)
+    if "output_final_state" in options:  # initcheck does not see what TMA stores
+        shape = arrays[2][1].shape
+        options["o"] = (cp.zeros(shape, arrays[2][0].dtype), np.zeros(shape))
     for side in (0, 1):
         split = {k: v[side] if isinstance(v, tuple) else v for k, v in options.items()}
-        calls.append(op(*(a[side] for a in arrays), qk_l2norm=True, **split))
+        calls.append(op(*(a[side] for a in arrays), **split))
     outputs = [c if isinstance(c, tuple) else (c,) for c in calls]
     for number, (device, host) in enumerate(zip(*outputs, strict=True)):
         if device is not None:
@@ -111,7 +119,17 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
         )
     compare(f"{name}, committed", *pool)
     if v_first:
-        continue  # the passes of the gradients do not depend on the order of the strides
+        continue  # what follows does not depend on the order of the strides
+    for norm in (True, False):  # more items than a card has SMs; a sequence that is cut
+        many = table(np.arange(0, 35 * 70, 70))
+        both(
+            f"{name}, many sequences", fwd, inputs(kda, 1, 34 * 70, D, dtype, 4), cu_seqlens=many,
+            output_final_state=True, qk_l2norm=norm,
+        )  # fmt: skip
+        both(
+            f"{name}, one long sequence", fwd, inputs(kda, 1, 1500, D, dtype),
+            output_final_state=True, qk_l2norm=norm,
+        )  # fmt: skip
     initial, final = (states(3, D, state_dtype, v_first) for _ in range(2))
     bias = pair(rng.random((HV, D) if kda else HV), np.float32)
     gate = {"gate": "softplus", "A_log": pair(rng.random(HV), np.float32), "dt_bias": bias}

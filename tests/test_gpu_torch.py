@@ -141,26 +141,29 @@ def test_models(gpu, name):
     torch.manual_seed(0)
     config = getattr(package, config_class)(**(sizes | heads))
     model = getattr(package, model_class)(config).eval().to(torch.bfloat16)
-    ids = text_bytes(150)
+    # A gradient of four numbers has a chance error: several texts make it the error of more numbers.
+    texts = text_bytes(4 * 150).split(150, dim=1)
 
-    def everything(model, ids):
-        logits = prefill_and_decode(model, ids, 130)
-        model.zero_grad()
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        grads = {
-            n: p.grad.float().cpu().clone()
-            for n, p in model.named_parameters()
-            if p.grad is not None
-        }
-        return logits.float().cpu(), loss.float().cpu(), grads
+    def everything(model, texts):
+        logits, losses, grads = [], [], {}
+        for ids in texts:
+            logits.append(prefill_and_decode(model, ids, 130))
+            model.zero_grad()
+            losses.append(model(ids, labels=ids, use_cache=False).loss)
+            losses[-1].backward()
+            for key, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    grads.setdefault(key, []).append(parameter.grad.float().cpu().clone())
+        together = [torch.stack([x.detach().float().cpu() for x in xs]) for xs in (logits, losses)]
+        return *together, {key: torch.stack(values) for key, values in grads.items()}
 
-    exact = everything(model.float(), ids)
+    exact = everything(model.float(), texts)
     model = model.to(torch.bfloat16).cuda()
-    own = everything(model, ids.cuda())
+    texts = [ids.cuda() for ids in texts]
+    own = everything(model, texts)
     try:
         check(ours.patch_transformers([name]) == (name,), "not patched")
-        got = everything(model, ids.cuda())
+        got = everything(model, texts)
     finally:
         ours.unpatch_transformers()
     check(pylinattn.last_path().startswith("cuda/"), pylinattn.last_path())

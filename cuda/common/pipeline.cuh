@@ -10,6 +10,20 @@
 
 namespace linattn::cuda {
 
+// A warp's arrival, after all its lanes are done with what it tells: one lane's, since 32 at one address follow one another.
+// compute-sanitizer's racecheck takes what the other lanes did for a race, __syncwarp or not; with LINATTN_EVERY_LANE_ARRIVES
+// each lane arrives for itself. Barriers count in kWarpArrivals.
+#ifdef LINATTN_EVERY_LANE_ARRIVES
+constexpr uint32_t kWarpArrivals = 32;
+#else
+constexpr uint32_t kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void warp_arrive(uint32_t barrier, int lane) {
+    __syncwarp();
+    if (kWarpArrivals == 32 || lane == 0) ptx::mbarrier_arrive(barrier);
+}
+
 // Stage and phase parity of the use that comes next. Plain registers; the phase flips when the ring wraps.
 template <int kStages>
 struct RingState {

@@ -131,6 +131,7 @@ struct KeyNorms {
     }
     __device__ __forceinline__ void write(const float *diagonal, uint32_t t, int l) const {
         const Lane at(l);
+        __syncwarp();                  // the others' reads
         if (at.q != at.g / 2) return;  // who stays has (g, g) and (8 + g, 8 + g)
         const int odd = at.g & 1;
 #pragma unroll
@@ -404,7 +405,7 @@ struct Substitution {
             float r[8] = {};
             pack_block(a, y0);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r, a, b);
-            ptx::bar_sync(x10_barrier, 96);
+            ptx::barrier_sync(x10_barrier, 96);
             pack_block(a, y1);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r, a, b);
             store_a<C, 3, 0>(r, A, lane);
@@ -421,7 +422,7 @@ struct Substitution {
             pack_block(a0, y0);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r0, a0, b);
             store_a<C, 2, 1>(r1, A, lane);
-            ptx::bar_sync(x10_barrier, 96);
+            ptx::barrier_sync(x10_barrier, 96);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r0, a, b);
             store_a<C, 2, 0>(r0, A, lane);
         } else if constexpr (w == 2) {  // blocks 32, 31

@@ -183,8 +183,7 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
             betas.fetch(p.beta, left - 2 * kChunk);
         }
         fill_table(smem.table[stage], x, beta, params.scale);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.tables().full(stage));
+        warp_arrive(smem.tables().full(stage), threadIdx.x % 32);
         if constexpr (C::kL2Norm && C::kOutputs) {
             // That AUX has left chunk n - kTileStages means that its tile landed; else the parity of its phase, which this warp
             // did not wait for, would pass for that of chunk n.
@@ -192,8 +191,7 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
             const RingState<kTileStages> tile = at_chunk<kTileStages>(n);
             smem.tiles().wait_full(tile);
             query_norms<C>(smem.query_norm[tile.stage], ptx::shared_address(smem.q[tile.stage]));
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&smem.query_norm_ready[tile.stage]));
+            warp_arrive(ptx::shared_address(&smem.query_norm_ready[tile.stage]), threadIdx.x % 32);
         }
         if constexpr (!kFetchEarly) {
             g.fetch(p.g, remaining - 2 * kChunk - 2 * opaque_lane());

@@ -23,14 +23,15 @@ namespace linattn::cuda::gdn {
 
 template <class C>
 __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
-    constexpr uint32_t kStateWarps = 4 * C::kStateGroups, kAuxWarps = 4;  // of the group that has the chunk
-    smem.item_ring().init(1, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2));
-    smem.tiles().init(1, kStateWarps + C::kAuxGroups * kAuxWarps);
-    smem.values().init(1, C::kOutputs ? 1 : kStateWarps);
-    smem.tables().init(1, kAuxWarps);
+    constexpr uint32_t kWarp = kWarpArrivals, kStateWarps = 4 * C::kStateGroups * kWarp;
+    constexpr uint32_t kAuxWarps = 4 * kWarp;  // of the group that has the chunk
+    smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2) * kWarp);
+    smem.tiles().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps);
+    smem.values().init(kWarp, C::kOutputs ? kWarp : kStateWarps);
+    smem.tables().init(kWarp, kAuxWarps);
     smem.products().init(kAuxWarps, kStateWarps);
     for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
-    for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), 1);
+    for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), kWarp);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
     for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
     ptx::fence_mbarrier_init();

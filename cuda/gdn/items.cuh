@@ -134,18 +134,17 @@ __device__ __forceinline__ bool in_order(const KernelParams &params, const Smem<
     return params.p.cu_seqlens && params.part == Part::Whole && params.p.N <= kMaxSorted && smem.items > gridDim.x;
 }
 
-// The item of a CTA in a round over the grid, into shared memory, by all lanes of a warp alike. Items come with the longest
+// The item of a CTA in a round over the grid, found by a converged warp, whose lane 0 puts it into shared memory. Items come with the longest
 // sequences first, and every second round runs backwards, so that who had a long one gets a short one next.
 template <class C>
 __device__ __forceinline__ void find_item(const KernelParams &params, const Smem<C> &smem, uint32_t round, Item &item) {
     const DeltaParams &p = params.p;
     const uint32_t index = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-    item.exists = false;
+    const bool leader = threadIdx.x % 32 == 0;
+    if (leader) item.exists = false;
     if (index >= smem.items) return;
-    item.piece = index % kPieces<C>;
     const uint32_t HV = static_cast<uint32_t>(p.HV), pair = index / kPieces<C>;
-    item.head = pair % HV;
-    item.head_qk = item.head / (HV / static_cast<uint32_t>(p.H));
+    const int head = pair % HV;
     const int segment_tokens = smem.segment_tokens;
     int sequence = pair / HV, within = 0, slot = 0, bos, length;
     if (!C::kOutputs || params.part == Part::Later) {
@@ -160,6 +159,10 @@ __device__ __forceinline__ void find_item(const KernelParams &params, const Smem
     length -= within * segment_tokens;
     const bool first = within == 0, last = length <= segment_tokens;
     const int row = read_row(p, sequence);
+    if (!leader) return;
+    item.piece = index % kPieces<C>;
+    item.head = head;
+    item.head_qk = head / (HV / static_cast<uint32_t>(p.H));
     item.slot = slot;
     item.sequence = sequence;
     item.batch = p.cu_seqlens ? 0 : sequence;
@@ -170,8 +173,8 @@ __device__ __forceinline__ void find_item(const KernelParams &params, const Smem
     item.first = first;
     item.last = last;
     item.amplitude =
-        p.A_log ? fminf(expf(load_scalar(p.A_log, item.head * p.A_log.stride[0])), 1e30f) : 1.0f;  // inf would make inf x 0
-    item.bias = p.dt_bias ? load_scalar(p.dt_bias, item.head * p.dt_bias.stride[0]) : 0.0f;
+        p.A_log ? fminf(expf(load_scalar(p.A_log, head * p.A_log.stride[0])), 1e30f) : 1.0f;  // inf would make inf x 0
+    item.bias = p.dt_bias ? load_scalar(p.dt_bias, head * p.dt_bias.stride[0]) : 0.0f;
     item.exists = true;
 }
 
@@ -185,7 +188,7 @@ struct ItemReader {
     // By a converged warp. The item after the last one does not exist.
     __device__ __forceinline__ const Item &next() {
         __syncwarp();
-        if (number >= 0 && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.item_ring().empty(number % kItemStages));
+        if (number >= 0) warp_arrive(smem.item_ring().empty(number % kItemStages), threadIdx.x % 32);
         number++;
         const RingState<kItemStages> slot{number % kItemStages, static_cast<uint32_t>(number / kItemStages) & 1};
         smem.item_ring().wait_full(slot);

@@ -39,8 +39,10 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
         Item &item = smem.item[slot.stage];
         find_item<C>(params, smem, round, item);
         __syncwarp();
-        if (!item.exists) continue;
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.item_ring().full(slot.stage));
+        const bool exists = item.exists;
+        __syncwarp();
+        if (!exists) continue;
+        warp_arrive(smem.item_ring().full(slot.stage), threadIdx.x % 32);
         slot.advance();
         const bool has_values = C::kOutputs || item.piece == 0;
         const int lane = opaque_lane(), head_qk = item.head_qk, column = C::kOutputs ? item.piece * C::kColumns : 0;
@@ -65,6 +67,9 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
                 if (has_values)
                     load_tile<typename S::Values>(v, map_v, tail ? landed : value_full, column, item.head, item.bos + at,
                                                   item.batch);
+            } else if (kWarpArrivals == 32 && !tail) {
+                ptx::mbarrier_arrive(tile_full);
+                ptx::mbarrier_arrive(value_full);
             }
             if (tail) {
                 __syncwarp();
@@ -74,21 +79,17 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
                 if constexpr (C::kOutputs) clear_rows<typename S::Tile>(q, item.length - at, lane);
                 if (has_values) clear_rows<typename S::Values>(v, item.length - at, lane);
                 ptx::fence_proxy_async_shared_cta();
-                __syncwarp();
-                if (lane == 0) {
-                    ptx::mbarrier_arrive(tile_full);
-                    ptx::mbarrier_arrive(value_full);
-                }
+                warp_arrive(tile_full, lane);
+                warp_arrive(value_full, lane);
             }
             __syncwarp();
             place.advance();
         }
     }
     smem.item_ring().wait_empty(slot);
-    if (threadIdx.x % 32 == 0) {
-        smem.item[slot.stage].exists = false;
-        ptx::mbarrier_arrive(smem.item_ring().full(slot.stage));
-    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) smem.item[slot.stage].exists = false;
+    warp_arrive(smem.item_ring().full(slot.stage), threadIdx.x % 32);
 }
 
 }  // namespace linattn::cuda::gdn

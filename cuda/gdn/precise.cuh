@@ -113,7 +113,7 @@ struct PreciseInverse {
             multiply(y0, a32, m(2, 0));
             multiply(y1, a32, m(2, 1));
             multiply(r, left(y0), x(0));
-            ptx::bar_sync(x10_barrier, 96);
+            ptx::barrier_sync(x10_barrier, 96);
             multiply(r, left(y1), x10());
             store(3, 0, left(r));
         } else if constexpr (w == 1) {  // blocks 21, 20
@@ -125,7 +125,7 @@ struct PreciseInverse {
             multiply(r1, a1, x(1));
             store(2, 1, left(r1));
             multiply(r0, left(y0), x(0));
-            ptx::bar_sync(x10_barrier, 96);
+            ptx::barrier_sync(x10_barrier, 96);
             multiply(r0, a1, x10());
             store(2, 0, left(r0));
         } else if constexpr (w == 2) {  // blocks 32, 31
@@ -210,8 +210,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 others = !others;
                 if (others) {  // no phase may go by unseen, or its parity would pass for that of the next but one
                     smem.tiles().wait_full(tile);
-                    __syncwarp();
-                    if (lane == 0) ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
+                    warp_arrive(smem.tiles().empty(tile.stage), lane);
                     continue;
                 }
             }
@@ -249,8 +248,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             const uint32_t left = pack_f16(diagonal.left[0], diagonal.left[1]);
             store_weights(diagonal, weights, left, row_sums + 128 * w + 4 * Lane(lane).lane);
             invert_diagonal<C>(diagonal, left, X, A, w, lane);
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(inverse_ready);
+            warp_arrive(inverse_ready, lane);
             if constexpr (C::kOutputs) {
                 ptx::wgmma_wait_group<0>();
                 ptx::register_fence(d);
@@ -282,8 +280,8 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             }
             ptx::fence_proxy_async_shared_cta();
             __syncwarp();
-            if (lane == 0) {
-                if (w == 0) ptx::st_shared_u32(t + 4 * table::kFirstPrecise, first);
+            if (kWarpArrivals == 32 || lane == 0) {
+                if (w == 0 && lane == 0) ptx::st_shared_u32(t + 4 * table::kFirstPrecise, first);
                 ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
                 ptx::mbarrier_arrive(smem.products().full(product.stage));
                 ptx::mbarrier_arrive(smem.tables().empty(factors.stage));

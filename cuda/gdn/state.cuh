@@ -92,8 +92,7 @@ struct StateLoop {
 
     // O to where V was; the products and the table are no longer needed.
     __device__ __forceinline__ void store_outputs(float (&o)[32], uint32_t v, int lane) const {
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(smem.products().empty(product.stage));
+        warp_arrive(smem.products().empty(product.stage), lane);
         if constexpr (C::kL2Norm) {
             ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
             const uint32_t norms = ptx::shared_address(smem.query_norm[tile.stage]) + (lane & 3) * 8;
@@ -111,13 +110,12 @@ struct StateLoop {
             ptx::stmatrix_x4_trans(v + i * 2048, r);
         }
         ptx::fence_proxy_async_shared_cta();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&smem.output_ready[value.stage]));
+        warp_arrive(ptx::shared_address(&smem.output_ready[value.stage]), lane);
     }
 
     __device__ __forceinline__ void finish(int lane) {
         __syncwarp();
-        if (lane == 0) {
+        if (kWarpArrivals == 32 || lane == 0) {
             ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
             if constexpr (!C::kOutputs) {
                 ptx::mbarrier_arrive(smem.products().empty(product.stage));

@@ -59,8 +59,7 @@ __device__ __forceinline__ void store_outputs(const KernelParams &params, const 
                 ptx::cp_async_bulk_commit_group();
                 ptx::cp_async_bulk_wait_group_read<0>();
             }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.values().empty(value.stage));
+            warp_arrive(smem.values().empty(value.stage), threadIdx.x % 32);
             value.advance();
         }
         store_rows<C>(params, item, item.bos, item.cleared, 0);

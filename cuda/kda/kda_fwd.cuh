@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<kGroups> &smem = *reinterpret_cast<ScanSmem<kGroups> *>(smem_bytes);
-    if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups);
+    if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups * kWarpArrivals);
     smem.plan.make(params.p, kD / 64 / kGroups, 128 * (kGroups + 1));
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);

@@ -192,8 +192,7 @@ struct StateLoop {
             if (row < rows) *reinterpret_cast<uint4 *>(g_o + row * stride + 8 * unit) = v;
         }
         ptx::fence_proxy_async_shared_cta();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(smem.ring().empty(pending_stage.stage));
+        warp_arrive(smem.ring().empty(pending_stage.stage), lane);
     }
 };
 

@@ -11,6 +11,12 @@ __device__ __forceinline__ void bar_sync(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, for warps that wait at different places in the code: bar.sync promises that the threads of a barrier run the same
+// instruction, as compute-sanitizer's synccheck expects.
+__device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // 9.7.13.1 barrier.arrive: counts this warp in and goes on. The arriving thread sees nothing of the others' memory.
 __device__ __forceinline__ void bar_arrive(uint32_t id, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
