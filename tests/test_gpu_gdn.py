@@ -14,8 +14,7 @@ import pylinattn
 
 pytestmark = pytest.mark.gpu
 CHUNKED = "cuda/chunked"
-# No tail of a token or two: its error is relative to what little a single query may find.
-MIXED = (16, 70, 0, 64, 140, 23, 80)
+MIXED = (16, 65, 0, 64, 140, 23, 80)
 # What one CTA gets: all columns of V, half of them, half of them of a segment, or K = V = 64.
 REGIMES = {
     "wide": Case("gdn", MIXED * 6, 1, 2, 128, 128, "bf16"),
@@ -158,6 +157,30 @@ def test_what_a_token_gets_depends_on_no_later_token(gpu):
         now = outputs(other)
         check(np.array_equal(now[:, : t + 1], was[:, : t + 1]), f"outputs up to {t} changed")
         check(not np.array_equal(now, was), "nothing changed")
+
+
+@pytest.mark.parametrize("options", ["plain", "l2norm"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_few_tokens_after_a_reset(gpu, D, options):
+    """A short last chunk finds two tokens: what its queries see of S is small beside the rounding of S in half precision."""
+    case = Case(
+        "gdn", (65, 66, 67, 68, 70, 72, 65, 129), 2, 8, D, D, "bf16", options=OPTIONS[options][0]
+    )
+    inputs = make(case)
+    for _, a, b in case.spans:
+        inputs["g"].values[:, a + (b - a - 1) // 64 * 64 - 2] = -np.inf
+    check_chunked(case, forward(gpu, case, inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("beta", ["uniform", 0.5, 1.0])
+def test_64_channels_without_decay(gpu, dtype, beta):
+    """Random keys of 64 channels are twice as correlated as those of 128."""
+    case = Case("gdn", (700, 64, 300), 2, 8, 64, 64, dtype, gates="zero", initial=False)
+    inputs = make(case)
+    if beta != "uniform":
+        inputs["beta"] = Input(np.full_like(inputs["beta"].values, beta), inputs["beta"].dtype)
+    check_chunked(case, forward(gpu, case, inputs), inputs)
 
 
 # ---- packing, neighbours, repetition

@@ -47,9 +47,17 @@ struct Lane {
     }
 };
 
-// What one term in bf16 and fp16 stands: the sum of the squares of a row of L, of the rows up to it, and one element. See
-// docs/gdn.md, Accuracy.
-constexpr float kMostInRow = 1.0f, kMostWeight = 10.0f, kMostElement = 0.75f;
+// What one term in bf16, two of V' or one in fp16 stand: the sum of the squares of a row of L, of the rows up to it, and one
+// element. See docs/gdn.md, Accuracy.
+template <class C>
+constexpr bool kStandsMore = C::kValueTerms == 2 || !C::kBf16;
+template <class C>
+constexpr float kMostInRow = kStandsMore<C> ? 1.75f : 1.0f;
+template <class C>
+constexpr float kMostWeight = kStandsMore<C> ? 24.0f : 10.0f;
+constexpr float kMostElement = 0.75f;
+// Chunks of so few tokens are computed in two terms, S included: what few queries find may be small beside what rounding left.
+constexpr int kFewTokens = 8;
 
 // Sums of squares and largest elements of rows g and g + 8, two columns at once.
 struct Weights {
@@ -216,9 +224,11 @@ __device__ __forceinline__ void store_weights(const Diagonal &n, Weights &weight
 // Weights in whole numbers, so that the order of their sums does not matter. A row that is too much alone, or not a number, is
 // too much for the chunk.
 constexpr float kWeightUnit = 1024.0f;
-constexpr int kMostWhole = static_cast<int>(kMostWeight * kWeightUnit);
+template <class C>
+constexpr int kMostWhole = static_cast<int>(kMostWeight<C> * kWeightUnit);
+template <class C>
 __device__ __forceinline__ int whole_weight(float x) {
-    return x <= kMostInRow ? static_cast<int>(x * kWeightUnit) : kMostWhole + 1;
+    return x <= kMostInRow<C> ? static_cast<int>(x * kWeightUnit) : kMostWhole<C> + 1;
 }
 
 // Rows 16 i + j and 16 i + 8 + j, j < 8; number: 8 i + j.
@@ -229,25 +239,27 @@ __device__ __forceinline__ float2 row_weights(uint32_t weights, int number) {
 }
 
 // Weight of all rows of the chunk; the same in all lanes.
+template <class C>
 __device__ __forceinline__ int chunk_weight(uint32_t weights, int l) {
     const float2 own = row_weights(weights, Lane(l).lane);
-    return __reduce_add_sync(~0u, whole_weight(own.x) + whole_weight(own.y));
+    return __reduce_add_sync(~0u, whole_weight<C>(own.x) + whole_weight<C>(own.y));
 }
 
 // The first token of the chunk that needs two terms, or kChunk; the same in all lanes.
+template <class C>
 __device__ __forceinline__ int first_precise(uint32_t weights, int l) {
     const Lane at(l);
     const int row = 2 * at.lane, number = row / 16 * 8 + row % 8;
     const float2 x = row_weights(weights, number), y = row_weights(weights, number + 1);
-    const int even = whole_weight(row & 8 ? x.y : x.x), odd = whole_weight(row & 8 ? y.y : y.x);
+    const int even = whole_weight<C>(row & 8 ? x.y : x.x), odd = whole_weight<C>(row & 8 ? y.y : y.x);
     int through = even + odd;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(~0u, through, step);
         if (at.lane >= step) through += other;
     }
-    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, through > kMostWhole))) - 1;
-    return 2 * owner + (__shfl_sync(~0u, through - odd, owner) > kMostWhole ? 0 : 1);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(~0u, through > kMostWhole<C>))) - 1;
+    return 2 * owner + (__shfl_sync(~0u, through - odd, owner) > kMostWhole<C> ? 0 : 1);
 }
 
 __device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
@@ -383,7 +395,7 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
             ptx::ldmatrix_x4_trans(b, m(3, 0)), multiply(y0, a, b);
             store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight(weights, lane);
+            weight = chunk_weight<C>(weights, lane);
             float x32[8] = {};
             pack_block(a, z);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
@@ -403,7 +415,7 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
             ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
             store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight(weights, lane);
+            weight = chunk_weight<C>(weights, lane);
             uint32_t a0[4];
             pack_block(a, y1);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(r1, a, b);
@@ -419,7 +431,7 @@ struct Substitution {
             ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
             ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
             store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight(weights, lane);
+            weight = chunk_weight<C>(weights, lane);
             pack_block(a, z);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
             pack_block(a, x32);
@@ -438,7 +450,7 @@ struct Substitution {
             ptx::stmatrix_x4(X10, a);
             ptx::bar_arrive(x10_barrier, 96);
             store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight(weights, lane);
+            weight = chunk_weight<C>(weights, lane);
             store_a<C, 1, 0>(x10, A, lane);
         }
         return weight;

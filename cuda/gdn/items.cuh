@@ -1,6 +1,7 @@
 // The work of a gdn launch, cut on the device from cu_seqlens: one item is a segment of one sequence, one value head and the
 // columns of V of a CTA.
 #pragma once
+#include "common/sequences.cuh"
 #include "shared.cuh"
 
 namespace linattn::cuda::gdn {
@@ -26,43 +27,6 @@ struct TensorMaps {
 // In gdn_fwd.cuh, compiled for each Config in the gdn_fwd_*.cu.
 template <class C>
 void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multiprocessors);
-
-__device__ __forceinline__ int load_index(const Tensor &t, int64_t at) {
-    const int64_t value =
-        t.dtype == DType::I32 ? reinterpret_cast<const int32_t *>(t.data)[at] : reinterpret_cast<const int64_t *>(t.data)[at];
-    return value < -1 ? -1 : value > INT32_MAX ? INT32_MAX : static_cast<int>(value);
-}
-
-__device__ __forceinline__ float load_scalar(const Tensor &t, int64_t at) {
-    if (t.dtype == DType::F32) return reinterpret_cast<const float *>(t.data)[at];
-    const uint16_t bits = reinterpret_cast<const uint16_t *>(t.data)[at];
-    return t.dtype == DType::BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
-}
-
-// Bound n of cu_seqlens, clamped to [0,T].
-__device__ __forceinline__ int sequence_start(const DeltaParams &p, int n) {
-    const int at = load_index(p.cu_seqlens, n * p.cu_seqlens.stride[0]), T = static_cast<int>(p.T);
-    return at < 0 ? 0 : at > T ? T : at;
-}
-
-__device__ __forceinline__ void sequence_range(const DeltaParams &p, int n, int &bos, int &length) {
-    bos = 0;
-    length = static_cast<int>(p.T);
-    if (!p.cu_seqlens) return;
-    bos = sequence_start(p, n);
-    length = sequence_start(p, n + 1) - bos;
-    length = length > 0 ? length : 0;
-}
-
-// Row of a pool; -1 where there is nothing to read or write.
-__device__ __forceinline__ int pool_row(const Tensor &table, int n, int64_t rows) {
-    const int row = table ? load_index(table, n * table.stride[0]) : n;
-    return row < rows ? row : -1;
-}
-
-__device__ __forceinline__ int read_row(const DeltaParams &p, int n) {
-    return pool_row(p.read_indices, n, p.state_in ? p.P : p.N);
-}
 
 // How many segments a sequence has: an empty one has one too, which hands its state on.
 __device__ __forceinline__ int segments_of(int length, int segment_tokens) {

@@ -266,13 +266,14 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                                                lane};
             int weight;
             for_warp(w, [&](auto warp) { weight = substitution.template run<decltype(warp)::value>(d, e); });
-            precise_before = weight > kMostWhole;
+            const bool few = C::kOutputs && chunks == 1 && (item.length - 1) % kChunk < kFewTokens;
+            precise_before = weight > kMostWhole<C> || few;
             int first = kChunk;
             if (precise_before) {
                 RingState<C::kProductStages> second = product;
                 for (int i = 0; i < C::kAuxGroups; i++) second.advance();
                 smem.products().wait_empty(second);
-                first = first_precise(row_sums, lane);
+                first = few ? 0 : first_precise<C>(row_sums, lane);
                 // lane + 0 is a lane that the compiler does not know: nothing derived from it is kept so long
                 precise_products<C>(params, smem, scratch, group, d, k, tw, product.stage, second.stage, parity, first, w,
                                     lane + (first >> 16));

@@ -4,24 +4,18 @@
 
 #include <cstdint>
 
+#include "common/fragments.cuh"
 #include "common/pipeline.cuh"
 #include "common/swizzle.cuh"
 #include "ops.h"
 #include "ptx/cta.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace linattn::cuda::gdn {
 
 constexpr int kChunk = 64;  // tokens
-
-// The lane's number, as the compiler cannot know it: what is derived from it is computed again where it is used, instead of
-// occupying registers from one phase or chunk to the next.
-__device__ __forceinline__ int opaque_lane() {
-    uint32_t lane[1] = {threadIdx.x % 32};
-    ptx::register_fence(lane);
-    return static_cast<int>(lane[0]);
-}
 
 // What a launch of gdn_fwd_kernel computes of each segment of a sequence.
 //   Outputs: o, and the state at the end of the sequence.
@@ -39,6 +33,9 @@ struct Config {
     static constexpr int D = kD, kColumns = kVCols;
     static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf == Pass::Outputs;
     static constexpr int kStateGroups = kColumns / 64;
+    // Half as many channels, twice the squares of products of random keys: one term of V' in bf16 is then too few for the state.
+    static constexpr bool kBf16 = ptx::kIsBf16<T>;
+    static constexpr int kValueTerms = D == 64 && kBf16 ? 2 : 1;
     // With one state warpgroup AUX is what takes longest: two of them take turns.
     static constexpr int kAuxGroups = kStateGroups == 1 ? 2 : 1;
     static constexpr int kThreads = 128 * (1 + kStateGroups + kAuxGroups);

@@ -14,7 +14,7 @@
 #pragma once
 #include <type_traits>
 
-#include "fragments.cuh"
+#include "common/fragments.cuh"
 #include "items.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
@@ -196,25 +196,41 @@ struct StateLoop {
         }
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
-        uint32_t fd[4][4];
+        uint32_t fd[4][4], fd2[4][4];
         if constexpr (C::kOutputs) {
+            const uint32_t p = S::Product::k_major_low(ptx::shared_address(smem.p[product.stage]), 0, 0);
             uint32_t fw[4][4];
             pack<T>(fw, x);
             ptx::register_fence(o), register_fence(fw);
-            issue<T, ptx::Major::K, typename S::Product>(
-                o, fw, S::Product::k_major_low(ptx::shared_address(smem.p[product.stage]), 0, 0), true);
+            issue<T, ptx::Major::K, typename S::Product>(o, fw, p, true);
+            if constexpr (C::kValueTerms == 2) {
+                uint32_t fw2[4][4];
+#pragma unroll
+                for (int i = 0; i < 16; i++) fw2[i / 4][i % 4] = second_term<T>(fw[i / 4][i % 4], x[2 * i], x[2 * i + 1]);
+                ptx::register_fence(o), register_fence(fw2);
+                issue<T, ptx::Major::K, typename S::Product>(o, fw2, p, true);
+            }
         }
         hand_over();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 rho = ptx::ld_shared_v2_f32(t + 4 * table::kRho + j * 32);
-            fd[j / 2][2 * (j % 2)] = ptx::cvt_rn_x2<T>(x[4 * j] * rho.x, x[4 * j + 1] * rho.y);
-            fd[j / 2][2 * (j % 2) + 1] = ptx::cvt_rn_x2<T>(x[4 * j + 2] * rho.x, x[4 * j + 3] * rho.y);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float a = x[4 * j + 2 * r] * rho.x, b = x[4 * j + 2 * r + 1] * rho.y;
+                fd[j / 2][2 * (j % 2) + r] = ptx::cvt_rn_x2<T>(a, b);
+                if constexpr (C::kValueTerms == 2)
+                    fd2[j / 2][2 * (j % 2) + r] = second_term<T>(fd[j / 2][2 * (j % 2) + r], a, b);
+            }
         }
         ptx::register_fence(s), register_fence(fd);
         issue<T, ptx::Major::MN, typename S::Tile>(s, fd, S::Tile::mn_major_low(k, 0, 0), true);
+        if constexpr (C::kValueTerms == 2) {
+            register_fence(fd2);
+            issue<T, ptx::Major::MN, typename S::Tile>(s, fd2, S::Tile::mn_major_low(k, 0, 0), true);
+        }
         if constexpr (C::kOutputs) {
-            ptx::wgmma_wait_group<1>();
+            ptx::wgmma_wait_group<C::kValueTerms>();
             ptx::register_fence(o);
             store_outputs(o, v, lane);
         }
@@ -372,6 +388,7 @@ struct StateLoop {
                 ptx::wgmma_wait_group<0>();
                 ptx::register_fence(o);
             }
+            if (first == 0) add_second_terms(o, kept, ptx::shared_address(smem.q[tile.stage]), first, lane);  // few tokens
             scale_outputs(o, t);
             ptx::register_fence(o), register_fence(b0), register_fence(b1);
             issue<T, ptx::Major::K, typename S::Product>(o, b0, product_low(smem.p[product.stage], 0), true);

@@ -1,14 +1,8 @@
 // A number as the sum of two of half precision: the second term holds what rounding the first one left.
 #pragma once
-#include "ptx/math.cuh"
-#include "ptx/wgmma.cuh"
+#include "common/fragments.cuh"
 
 namespace linattn::cuda::gdn {
-
-__device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack(__half, uint32_t x) { return __half22float2(*reinterpret_cast<__half2 *>(&x)); }
 
 // The second terms of (a, b), whose first terms are `first`.
 template <class T>

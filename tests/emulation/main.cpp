@@ -72,6 +72,9 @@ void run(const Case &c) {
     for (auto &x : h0) x = rnd();
     if (c.mode == 1)
         for (size_t i = 0; i < g.size(); i += 3) g[i] = i % 2 ? -INFINITY : -1000;
+    if (c.mode == 4)  // what a sequence's last tokens find: two tokens, nothing before
+        for (int n = 0; n < N; n++)
+            for (int h = 0; h < HV; h++) g[(cu[n] + 62) * HV + h] = -INFINITY;
     DeltaParams p;
     p.B = B;
     p.T = T;
@@ -132,7 +135,7 @@ void run(const Case &c) {
             std::vector<double> S(D * D);
             for (int a = 0; a < D; a++)
                 for (int b = 0; b < D; b++) S[a * D + b] = c.init ? h0[rn * ss[0] + h * ss[1] + a * ss[2] + b * ss[3]] : 0;
-            double se = 0, sn = 0;
+            double se = 0, sn = 0, te = 0, tn = 0;  // of the sequence, of its last chunk
             auto cmp = [&](const float *x) {
                 double e = 0, m = 1e-30;
                 for (int a = 0; a < D; a++)
@@ -170,12 +173,13 @@ void run(const Case &c) {
                 for (int b = 0; b < D; b++) {
                     double x = from16(o[(at * HV + h) * D + b], c.bf);
                     if (x != x) x = 9e9;
-                    se += (x - oo[b]) * (x - oo[b]);
-                    sn += oo[b] * oo[b];
+                    double e = (x - oo[b]) * (x - oo[b]), m = oo[b] * oo[b];
+                    se += e, sn += m;
+                    if (t >= (len - 1) / 64 * 64) te += e, tn += m;
                 }
                 if (c.ckpt && (t + 1) % c.ckpt == 0) ec = std::max(ec, cmp(ck.data() + (row + (t + 1) / c.ckpt - 1) * ss[0]));
             }
-            if (len) eo = std::max(eo, std::sqrt(se / sn));
+            if (len) eo = std::max({eo, std::sqrt(se / sn), std::sqrt(te / tn)});
             es = std::max(es, cmp(hf.data() + rn * ss[0]));
         }
         if (c.ckpt) row += len / c.ckpt;
@@ -212,6 +216,11 @@ int main(int argc, char **argv) {
         {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
         {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
         {"one key 200", {200}, 1, 1, 128, true, false, false, false, 0, 132, 3},
+        {"few tokens after a reset", {65, 66, 67, 68, 70, 72, 65, 65}, 2, 6, 128, true, false, true, false, 0, 132, 4},
+        {"few tokens after a reset, D64, l2", {65, 66, 67, 68, 70, 72, 65, 65}, 2, 6, 64, true, true, true, false, 0, 132, 4},
+        {"few tokens after a reset, wide, l2", {65, 66, 67, 65, 65}, 1, 3, 128, true, true, true, false, 0, 3, 4},
+        {"D64 without decay", {512, 512}, 2, 8, 64, true, false, false, false, 0},
+        {"D64 cut without decay", {1500}, 1, 2, 64, true, true, true, false, 0},
         {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
     auto hard = [&](const char *name, std::vector<int> lens, float cosine, float beta, float g, bool along) -> Case & {
         Case c;
