@@ -60,7 +60,7 @@ static bool fits_decode(const DeltaParams &p) {
     if (p.op == Op::Verify && (p.parents || p.write_indices)) return false;
     const int64_t *stride = p.state_in.stride;
     bool contiguous = (stride[3] == 1 && stride[2] == p.V) || (stride[2] == 1 && stride[3] == p.K);
-    return contiguous && p.N <= 65535 && p.HV <= INT32_MAX / 4;  // a grid's y and x: up to four CTAs a state
+    return contiguous && p.N * p.HV <= INT32_MAX / 4;  // tiles are counted in 32 bits, up to four a state
 }
 
 // In chunks wherever TMA can address the inputs, token by token elsewhere.

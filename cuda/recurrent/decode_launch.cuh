@@ -20,7 +20,8 @@ void launch_decode_layout(const DeltaParams &p, int multiprocessors) {
         return delta_decode_few::launch_config<Few>(p);
     }
     if constexpr (kVerify)
-        if (p.T > 8) return delta_decode_direct::launch_config<std::conditional_t<kKda || kVFirst, Whole, Half>>(p);
+        if (p.T > 8 && p.N <= 65535)  // sequences are the y of its grid
+            return delta_decode_direct::launch_config<std::conditional_t<kKda || kVFirst, Whole, Half>>(p);
     delta_decode::launch_config<delta_decode::Config<D, kKda, State, kVFirst, !kVerify>>(p, multiprocessors);
 }
 
