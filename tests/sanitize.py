@@ -106,6 +106,12 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
         pool = states(4, D, state_dtype, v_first, padding)
         both(f"{name}, decode", decode, [*inputs(kda, 3, 2, D, dtype), pool], read_indices=rows)
         compare(f"{name}, pool", *pool)
+    everyone = states(40, D, state_dtype, v_first)  # more than a card has SMs for
+    for T in (1, 3):
+        both(f"{name}, decode of many", decode, [*inputs(kda, 40, T, D, dtype), everyone])
+        compare(f"{name}, pool of many", *everyone)
+    for T in (2, 10):
+        both(f"{name}, verify of many", verify, [*inputs(kda, 40, T, D, dtype), everyone])
     drafts = inputs(kda, 3, 4, D, dtype)
     both(
         f"{name}, tree", verify, [*drafts, pool], read_indices=rows,
