@@ -7,6 +7,8 @@
 // each. Block: the state warpgroups (state.cuh), 64 columns each, and one of which a warp loads; they meet at one ring of
 // mbarriers. Shared memory: 4 stages of 50 KB.
 #pragma once
+#include <cstddef>
+
 #include "common/launch.h"
 #include "prepare.cuh"
 #include "state.cuh"
@@ -17,22 +19,27 @@ namespace linattn::cuda::kda {
 constexpr int kLoadRegisters = 40, kStateRegisters = 232;
 static_assert(kLoadRegisters + 2 * kStateRegisters <= 3 * 168);
 
-template <int kGroups>
+template <int kGroups, bool kOutputs>
 __device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<kGroups> &smem) {
     RingState<kStages> stage;
     ptx::griddepcontrol_wait();  // the operands
     for (uint32_t round = 0;; round++) {
-        const Item item = smem.plan.find(params.p, kD / 64 / kGroups, round);
+        const Item item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
         if (!item.exists) break;
         if (item.read_row < 0) continue;
-        const SlabRange range(params, item.sequence, item.length);
+        const ItemRange range(params, item);
         for (int c = range.first; c < range.end; c++, stage.advance()) {
             smem.ring().wait_empty(stage);
             if (threadIdx.x % 32 == 0) {
+                constexpr uint32_t kFirst = kOutputs ? sizeof(Operands) : offsetof(Operands, q_start);
+                constexpr uint32_t kFactors = kOutputs ? 0 : sizeof(Factors);
                 const uint32_t full = smem.ring().full(stage.stage), v = ptx::shared_address(smem.v[stage.stage]);
-                ptx::mbarrier_arrive_expect_tx(full, sizeof(Operands) + sizeof(smem.v[0]));
-                ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage]),
-                                        operands_of(params, range.slot + c - range.first, item.head), sizeof(Operands), full);
+                const Operands *g_from = operands_of(params, range.slot + c - range.first, item.head);
+                ptx::mbarrier_arrive_expect_tx(full, kFirst + kFactors + sizeof(smem.v[0]));
+                ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage]), g_from, kFirst, full);
+                if (!kOutputs)
+                    ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage].factors), &g_from->factors, kFactors,
+                                            full);
 #pragma unroll
                 for (int panel = 0; panel < kGroups; panel++)
                     ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
@@ -44,43 +51,52 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
     }
 }
 
-template <class T, int kGroups>
+// kOutputs: false makes the transitions of segments.
+template <class T, int kGroups, bool kOutputs>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<kGroups> &smem = *reinterpret_cast<ScanSmem<kGroups> *>(smem_bytes);
+    if (!kOutputs) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups);
-    smem.plan.make(params.p, kD / 64 / kGroups, 128 * (kGroups + 1));
+    smem.plan.make(params, kD / 64 / kGroups, kOutputs, 128 * (kGroups + 1));
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group < kGroups) {
         if constexpr (kGroups == 2) ptx::setmaxnreg_inc<kStateRegisters>();
-        state<T, kGroups>(params, smem, group);
+        state<T, kGroups, kOutputs>(params, smem, group);
     } else {
         if constexpr (kGroups == 2) ptx::setmaxnreg_dec<kLoadRegisters>();
-        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<kGroups>(params, maps, smem);
+        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<kGroups, kOutputs>(params, maps, smem);
     }
 }
 
-template <class T, int kGroups>
+void launch_join(const KernelParams &params);  // kda_fwd.cu
+
+template <class T, int kGroups, bool kOutputs>
 void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
-    const int64_t items = params.p.N * params.p.HV * (kD / 64 / kGroups);
+    const int64_t items = (params.cut != 0 ? params.cut : params.p.N) * params.p.HV * (kD / 64 / kGroups);
     LaunchConfig config;
     config.grid.x = items < multiprocessors ? items : multiprocessors;
     config.block.x = 128 * (kGroups + 1);
     config.smem_bytes = sizeof(ScanSmem<kGroups>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;  // starts while the last operands are being made
-    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, kGroups>, config, params, maps);
+    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, kGroups, kOutputs>, config, params, maps);
 }
 
 template <class T>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors) {
     launch_prepare<T>(params, maps, chunks);
-    if (2 * params.p.N * params.p.HV <= multiprocessors)
-        launch_scan<T, 1>(params, maps, multiprocessors);
-    else
-        launch_scan<T, 2>(params, maps, multiprocessors);
+    if (params.cut != 0) {
+        launch_scan<T, 2, false>(params, maps, multiprocessors);
+        launch_join(params);
+        launch_scan<T, 2, true>(params, maps, multiprocessors);
+    } else if (2 * params.p.N * params.p.HV <= multiprocessors) {
+        launch_scan<T, 1, true>(params, maps, multiprocessors);
+    } else {
+        launch_scan<T, 2, true>(params, maps, multiprocessors);
+    }
 }
 
 }  // namespace linattn::cuda::kda

@@ -28,9 +28,11 @@ struct alignas(16) Factors {
 
 // What the scan reads of a chunk besides V, laid out as it lies in shared memory there.
 struct alignas(1024) Operands {
-    uint8_t k_start[Tile::kBytes], q_start[Tile::kBytes];  // K~, Q~: k, q times the decay since the start of the chunk
-    uint8_t k_end[2][Tile::kBytes];                        // K^: k times the decay to the end of the chunk, in two terms
-    uint8_t t[2][Square::kBytes], a[2][Square::kBytes];    // T^, A, in two terms
+    uint8_t k_start[Tile::kBytes];   // K~: k times the decay since the start of the chunk
+    uint8_t k_end[2][Tile::kBytes];  // K^: k times the decay to the end of the chunk, in two terms
+    uint8_t t[2][Square::kBytes];    // T^, in two terms
+    uint8_t q_start[Tile::kBytes];   // Q~, as K~; from here on only outputs need it
+    uint8_t a[2][Square::kBytes];    // A, in two terms
     Factors factors;
 };
 
@@ -41,7 +43,9 @@ struct KernelParams {
     float scale, lower_bound;  // of p, in float
     int first_chunk, slab_chunks;
     Operands *g_operands;
-    float *g_carry;  // [N][HV][V][K], the states between slabs
+    float *g_carry;     // [N][HV][V][K], the states between slabs
+    int cut;            // sequences are cut into at most so many segments together, whose transitions are no more; 0: they are not
+    float *g_segments;  // [cut][HV][2][D][D], V-first: the state before a segment that is not its sequence's first; its M
 };
 
 struct TensorMaps {

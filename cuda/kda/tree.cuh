@@ -17,6 +17,8 @@
 // the 8 columns; what lies outside the nodes is left away. Loads are grouped before stores: the wrappers of cuda/ptx are volatile,
 // and no load passes a store.
 #pragma once
+#include <cstddef>
+
 #include "common/fragments.cuh"
 #include "gates.cuh"
 #include "ptx/math.cuh"
@@ -311,9 +313,10 @@ __device__ __forceinline__ void k_step(const float (&a)[16], float (&top)[2][2][
             make_float4(total[0], total[1], total[2], total[3]);
     const uint32_t out = at.raw(w, step);
     const float back = power_of_2_inverse(scale);
-    const auto put = [&](int i, int number, uint32_t x, uint32_t y) {
-        *reinterpret_cast<uint2 *>(g_out + Lanes::token(out, i, number)) = make_uint2(x, y);
+    const auto put = [&](int i, uint32_t tile, uint32_t x, uint32_t y) {
+        *reinterpret_cast<uint2 *>(g_out + tile + Lanes::token(out, i)) = make_uint2(x, y);
     };
+    constexpr uint32_t kQStart = offsetof(Operands, q_start), kKEnd = offsetof(Operands, k_end);
 #pragma unroll
     for (int c = 0; c < 4; c++) before[c] *= back, after[c] *= back;
 #pragma unroll
@@ -323,14 +326,14 @@ __device__ __forceinline__ void k_step(const float (&a)[16], float (&top)[2][2][
         for (int c = 0; c < 4; c++) f[c] = pre[4 * i + c] * before[c];
         put(i, 0, ptx::cvt_rn_x2<T>(kk[4 * i] * f[0], kk[4 * i + 1] * f[1]),
             ptx::cvt_rn_x2<T>(kk[4 * i + 2] * f[2], kk[4 * i + 3] * f[3]));
-        put(i, 1, ptx::cvt_rn_x2<T>(qq[4 * i] * f[0], qq[4 * i + 1] * f[1]),
+        put(i, kQStart, ptx::cvt_rn_x2<T>(qq[4 * i] * f[0], qq[4 * i + 1] * f[1]),
             ptx::cvt_rn_x2<T>(qq[4 * i + 2] * f[2], qq[4 * i + 3] * f[3]));
 #pragma unroll
         for (int c = 0; c < 4; c++) x[c] = kk[4 * i + c] * (i == 3 ? after[c] : suf[i == 3 ? 0 : 4 * i + c] * after[c]);
         const Words end = {ptx::cvt_rn_x2<T>(x[0], x[1]), ptx::cvt_rn_x2<T>(x[2], x[3])};
-        put(i, 2, end.x, end.y);
+        put(i, kKEnd, end.x, end.y);
         const float2 e0 = unpack(T(), end.x), e1 = unpack(T(), end.y);
-        put(i, 3, ptx::cvt_rn_x2<T>(x[0] - e0.x, x[1] - e0.y), ptx::cvt_rn_x2<T>(x[2] - e1.x, x[3] - e1.y));
+        put(i, kKEnd + Tile::kBytes, ptx::cvt_rn_x2<T>(x[0] - e0.x, x[1] - e0.y), ptx::cvt_rn_x2<T>(x[2] - e1.x, x[3] - e1.y));
     }
 }
 

@@ -73,7 +73,6 @@ inline int __float_as_int(float x) {
     return i;
 }
 inline unsigned __float_as_uint(float x) { return (unsigned)__float_as_int(x); }
-inline int __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 inline __half2 emu_half2(float a, float b) { return __half2(__float2half_rn(a), __float2half_rn(b)); }
 #define EMU_HALF2(name, expression)                                                                         \
     inline __half2 name(__half2 a, __half2 b) {                                                             \

@@ -134,7 +134,7 @@ void run(const Case &c) {
         bad++;
         return;
     }
-    std::vector<char> workspace(kda_fwd_chunked_workspace(p), -1);
+    std::vector<char> workspace(kda_fwd_chunked_workspace(p, c.sms), -1);
     p.workspace.data = workspace.data();
     launch_kda_fwd_chunked(p, c.sms);
     double eo = 0, es = 0, ec = 0;
@@ -258,6 +258,15 @@ int main(int argc, char **argv) {
          false,
          true},
         {"near keys beta 2 fp16", {200}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, Near, 2},
+        {"cut", {1500}, 1, 2, bf, f, false, true, false, .02, none, weight, false, Random, -1, 16},
+        {"cut, slow, vfirst", {1300}, 1, 1, bf, bf, true, true, true, 1e-3, none, weight, false, Random, -1, 8},
+        {"cut, packed", {1100, 0, 70, 900}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 16},
+        {"cut, not worth it", {300, 300, 320}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 16},
+        {"cut, dense", {1000}, 1, 1, bf, f, false, false, false, .02, none, weight, false, Random, -1, 16, 2},
+        {"cut, checkpoints", {1200}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 8, 0, 64},
+        {"cut, padding", {1200, 1000, 10}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 16, 0, 0, true},
+        {"cut, correlated", {1000}, 1, 1, bf, f, false, true, false, 1e-3, none, weight, false, Correlated, 1, 16},
+        {"cut, fp16", {1000}, 1, 1, h, h, false, true, false, 1e-3, none, weight, false, Random, -1, 16},
         {"uneven rows", {96}, 1, 1, bf, f, true, true, false, 1, none, weight, false, Uneven},
         {"one key fp16", {130}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, One, .9997},
         {"random beta 2", {200}, 1, 1, bf, f, false, false, false, 0, none, weight, false, Random, 2},

@@ -1,0 +1,31 @@
+// kda_fwd_join_kernel: the states through the segments of cut sequences, S_{s+1} = M_s S_s + N_s (common/join.cuh).
+// Grid: sequences x value heads x slices of 8 columns of V. Block: 256 threads. Shared memory: 136 KB.
+#pragma once
+#include "common/join.cuh"
+#include "plan.cuh"
+#include "ptx/cta.cuh"
+
+namespace linattn::cuda::kda {
+
+struct SegmentJoinSmem {
+    JoinSmem<kD> join;
+    Cut cut;
+};
+
+__global__ void __launch_bounds__(2 * kD) kda_fwd_join_kernel(const __grid_constant__ KernelParams params) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    SegmentJoinSmem &smem = *reinterpret_cast<SegmentJoinSmem *>(smem_bytes);
+    if (threadIdx.x < 32) smem.cut.make(params, true);
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
+    __syncthreads();
+    constexpr int kSlices = kD / kJoinColumns;
+    const int HV = static_cast<int>(params.p.HV), slice = blockIdx.x % kSlices, pair = blockIdx.x / kSlices;
+    const int sequence = pair / HV, head = pair % HV, hops = smem.cut.segments[sequence] - 2;
+    if (hops <= 0) return;
+    const int64_t step = HV * int64_t{2 * kD * kD};
+    join_segments(smem.join, params.g_segments + smem.cut.slots_before[sequence] * step + head * int64_t{2 * kD * kD}, step, hops,
+                  slice);
+}
+
+}  // namespace linattn::cuda::kda
