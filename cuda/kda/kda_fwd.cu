@@ -89,8 +89,8 @@ uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     const Slabs slabs = kda::slabs(p);
     const int64_t segments = cut(p, slabs, multiprocessors) * p.HV * int64_t{2 * kD * kD * 4};
-    return static_cast<uint64_t>(slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands)) + carry_bytes(p, slabs) + segments +
-                                 256);
+    const int64_t chunks = slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands) + sizeof(int));
+    return static_cast<uint64_t>(chunks + carry_bytes(p, slabs) + segments + 2048);  // of these to align it
 }
 
 void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
@@ -99,14 +99,16 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     const TensorMaps maps = {tile_map("q", p.q, p, p.H, 64, 128), tile_map("k", p.k, p, p.H, 64, 128),
                              tile_map("v", p.v, p, p.HV, 64, 128), tile_map("g", p.g, p, p.HV, kD, 0)};
     const Slabs slabs = kda::slabs(p);
-    char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 255);
+    char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
     KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};
     params.slab_chunks = static_cast<int>(slabs.length);
     params.g_operands = reinterpret_cast<Operands *>(workspace);
     workspace += slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands));
     params.g_carry = reinterpret_cast<float *>(workspace);
     params.cut = cut(p, slabs, multiprocessors);
-    params.g_segments = reinterpret_cast<float *>(workspace + carry_bytes(p, slabs));
+    workspace += carry_bytes(p, slabs);
+    params.g_segments = reinterpret_cast<float *>(workspace);
+    params.g_precise = reinterpret_cast<int *>(workspace + params.cut * p.HV * int64_t{2 * kD * kD * 4});
     for (int64_t first = 0; first < slabs.all; first += slabs.length) {
         params.first_chunk = static_cast<int>(first);
         p.q.dtype == DType::BF16 ? launch_slab<__nv_bfloat16>(params, maps, slabs.length, multiprocessors)

@@ -16,8 +16,34 @@
 namespace linattn::cuda::kda {
 
 // With two state warpgroups the launch gives every thread 168 registers, shared out anew.
-constexpr int kLoadRegisters = 40, kStateRegisters = 232;
+constexpr int kLoadRegisters = 24, kStateRegisters = 240;
 static_assert(kLoadRegisters + 2 * kStateRegisters <= 3 * 168);
+
+// The operands of a chunk, without what only outputs need, and V. low: second terms too.
+template <int kGroups, bool kOutputs>
+__device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<kGroups> &smem, const Item &item, int token,
+                                           const Operands &g_from, bool low, int stage) {
+    const uint32_t full = smem.ring().full(stage), v = ptx::shared_address(smem.v[stage]);
+    const uint32_t to = ptx::shared_address(&smem.operands[stage]);
+    const char *g_bytes = reinterpret_cast<const char *>(&g_from);
+    constexpr uint32_t kKEnd = offsetof(Operands, k_end), kA = offsetof(Operands, a), kFactors = offsetof(Operands, factors);
+    constexpr uint32_t kHalf = Pair::kPanelStrideBytes / 2, kPlain = offsetof(Operands, k_end_low);
+    const uint32_t end = low ? sizeof(Operands) : kPlain;
+    const auto copy = [&](uint32_t first, uint32_t bytes) { ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full); };
+    if (kOutputs) {
+        ptx::mbarrier_arrive_expect_tx(full, end + sizeof(smem.v[0]));
+        copy(0, end);
+    } else {
+        ptx::mbarrier_arrive_expect_tx(full, end - (kFactors - kA) - Pair::kBytes / 2 + sizeof(smem.v[0]));
+        copy(0, kHalf), copy(2 * kHalf, kHalf);
+        copy(kKEnd, kA - kKEnd);
+        copy(kFactors, end - kFactors);
+    }
+#pragma unroll
+    for (int panel = 0; panel < kGroups; panel++)
+        ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
+                                          64 * (kGroups * item.piece + panel), item.head, token, item.batch);
+}
 
 template <int kGroups, bool kOutputs>
 __device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<kGroups> &smem) {
@@ -28,24 +54,16 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
         if (!item.exists) break;
         if (item.read_row < 0) continue;
         const ItemRange range(params, item);
+        int precise = kChunk;  // of the lane's chunk among 32
         for (int c = range.first; c < range.end; c++, stage.advance()) {
+            const int number = (c - range.first) % 32, lane = threadIdx.x % 32;
+            if (number == 0 && c + lane < range.end)
+                precise = params.g_precise[int64_t{range.slot + c - range.first + lane} * params.p.HV + item.head];
+            const bool low = __shfl_sync(~0u, precise, number) < kChunk;
             smem.ring().wait_empty(stage);
-            if (threadIdx.x % 32 == 0) {
-                constexpr uint32_t kFirst = kOutputs ? sizeof(Operands) : offsetof(Operands, q_start);
-                constexpr uint32_t kFactors = kOutputs ? 0 : sizeof(Factors);
-                const uint32_t full = smem.ring().full(stage.stage), v = ptx::shared_address(smem.v[stage.stage]);
-                const Operands *g_from = operands_of(params, range.slot + c - range.first, item.head);
-                ptx::mbarrier_arrive_expect_tx(full, kFirst + kFactors + sizeof(smem.v[0]));
-                ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage]), g_from, kFirst, full);
-                if (!kOutputs)
-                    ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage].factors), &g_from->factors, kFactors,
-                                            full);
-#pragma unroll
-                for (int panel = 0; panel < kGroups; panel++)
-                    ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
-                                                      64 * (kGroups * item.piece + panel), item.head, item.bos + c * kChunk,
-                                                      item.batch);
-            }
+            if (lane == 0)
+                load_chunk<kGroups, kOutputs>(maps, smem, item, item.bos + c * kChunk,
+                                              *operands_of(params, range.slot + c - range.first, item.head), low, stage.stage);
             __syncwarp();
         }
     }

@@ -9,7 +9,6 @@ constexpr int kPitch = 36;
 struct Partial {
     float x[kChunk * kPitch];
     float kk[kChunk], qk[kChunk], qq[kChunk];  // of one token
-    float scale[4];                            // what x is to be multiplied by, once
 };
 
 // A warp's scratch: operands of two levels of the tree, 16 channels; two blocks of 16 tokens each. See tree.cuh.
@@ -29,6 +28,8 @@ struct alignas(1024) PrepSmem {
         Solve solve;
     };
     Factors factors;
+    float inverse_k[kChunk], inverse_q[kChunk];  // powers of 2 near 1/|k|, 1/|q|
+    float diagonal[kChunk];                      // of A
     uint64_t landed;
 };
 

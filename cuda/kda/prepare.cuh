@@ -78,39 +78,50 @@ __global__ void __launch_bounds__(128, 3)
         clear_rows(k + Tile::kBytes, rows, thread);
         __syncthreads();
     }
-    const float scale = f16_scale<T>(k, w);
-    Partial &partial = smem.partial[w];
-    if (lane == 0) partial.scale[0] = power_of_2_inverse(scale) * power_of_2_inverse(scale);
-    same_token<T>(k, w, p.qk_l2norm, partial);
-    float top[2][2][4] = {};
-#pragma unroll 1
-    for (int step = 0; step < 2; step++) {
-        float a[16];
+    same_token<T>(k, w, smem.partial[w]);
+    __syncthreads();
+    if (w == 3) token_factors(params, smem, lane, rows, beta);
+    __syncthreads();
+    const auto decays = [&](float(&a)[16], int step) {
         load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
-        activate(a, params, amplitude, bias[0]);
-        bias[0] = bias[1];
+        activate(a, params, amplitude, step == 0 ? bias[0] : bias[1]);
         if (rows < kChunk) {
 #pragma unroll
             for (int i = 0; i < 16; i++) a[i] = (lane & ~3) + i / 4 < rows ? a[i] : 1.0f;
         }
-        k_step<T>(a, top, scale, k, ptx::shared_address(smem.scratch) + w * kScratchBytes, w, step, to.k_start, smem.factors,
-                  partial);
+    };
+    Sums sums = {};
+#pragma unroll 1
+    for (int step = 0; step < 2; step++) {
+        float a[16];
+        decays(a, step);
+        k_step<T>(a, sums, smem, w, step, to);
     }
-    store_top_level(top, partial);
+    store_all(sums, smem.partial[w]);
     __syncthreads();
-    if (w == 3) token_factors(params, smem.partial, smem.factors, lane, rows, beta);
-    __syncthreads();
-    add_partials<T>(smem.partial, to.a[0], smem.factors, smem.solve, thread);
+    float x[8];
+    add_partials(x, smem, thread);
     __syncthreads();
     if (w == 0) invert_diagonal(smem.solve, lane);
     if (w == 1) find_precise(smem.factors, smem.solve, lane);
     __syncthreads();
-    lower_left_first<T>(to.t[0], smem.factors, smem.solve, thread);
+    const bool precise = smem.factors.first_precise < kChunk;
+    const uint32_t a_at = Square::offset(thread / 4, 8 * (thread % 4));
+    put8<__half>(to.a + a_at, precise ? to.a_low + a_at : nullptr, x);
+    lower_left_first<T>(to, precise, smem.solve, thread);
     __syncthreads();
-    lower_left_second<T>(to.t[0], smem.factors, smem.solve, thread);
-    static_assert(sizeof(Factors) <= 128 * 16, "one piece a thread");
-    if (thread < static_cast<int>(sizeof(Factors) / 16))
+    lower_left_second<T>(to, precise, smem.solve, thread);
+    constexpr int kUsed = offsetof(Factors, first_precise) + sizeof(int);
+    if (thread < (kUsed + 15) / 16)
         reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
+    if (thread == 0) params.g_precise[int64_t{index} * HV + head] = smem.factors.first_precise;
+    if (!precise) return;
+#pragma unroll 1
+    for (int step = 0; step < 2; step++) {
+        float a[16];
+        decays(a, step);
+        k_end_second_terms<T>(a, smem, w, step, to);
+    }
 }
 
 template <class T>

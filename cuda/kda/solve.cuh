@@ -1,4 +1,4 @@
-// From the four warps' sums to what the scan needs: A in 16 bits, and T^ = (I + L)^-1 below its diagonal, with
+// From the four warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with
 // L = diag(beta) M, in fp32 up to its last rounding.
 //
 // The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two plain
@@ -11,27 +11,31 @@ namespace linattn::cuda::kda {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// By 32 threads, a token each: norms and factors, and A's diagonal into kk of the first warp's sums.
-__device__ __forceinline__ void token_factors(const KernelParams &params, Partial (&s_partial)[4], Factors &to, int token,
-                                              int rows, float beta) {
+// A power of 2 that brings a vector with this sum of squares to a length of 1 to 2.
+__device__ __forceinline__ float inverse_length(float squares) {
+    const int exponent = static_cast<int>(__float_as_uint(squares) >> 23) - 127;
+    const int half = exponent < -100 ? -50 : exponent > 100 ? 50 : exponent >> 1;
+    return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
+}
+
+// By 32 threads, a token each. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int token, int rows, float beta) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 4; w++) kk += s_partial[w].kk[token], qk += s_partial[w].qk[token];
-    float norm_k = 1.0f, norm_q = 1.0f;
-    if (p.qk_l2norm) {
-#pragma unroll
-        for (int w = 0; w < 4; w++) qq += s_partial[w].qq[token];
-        norm_k = rsqrtf(kk + 1e-6f), norm_q = rsqrtf(qq + 1e-6f);
-    }
+    for (int w = 0; w < 4; w++)
+        kk += smem.partial[w].kk[token], qk += smem.partial[w].qk[token], qq += smem.partial[w].qq[token];
+    const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
+    const float length_k = (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
+    const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (p.beta_form == BetaForm::LogitsX2) beta += beta;
-    to.norm_k[token] = norm_k;
     beta = token < rows ? beta : 0.0f;
-    to.beta[token] = beta;
-    to.beta_norm[token] = beta * norm_k;
-    to.scale_q[token] = params.scale * norm_q;
-    s_partial[0].qk[token] = qk;
+    smem.inverse_k[token] = inverse_k, smem.inverse_q[token] = inverse_q;
+    smem.diagonal[token] = qk * inverse_k * inverse_q;
+    smem.factors.beta_v[token] = beta * length_k;
+    smem.factors.beta_k[token] = beta * length_k * length_k;
+    smem.factors.scale_q[token] = params.scale * length_q;
 }
 
 __device__ __forceinline__ float4 ld4(const float *s_from) { return ptx::ld_shared_v4_f32(ptx::shared_address(s_from)); }
@@ -41,43 +45,40 @@ __device__ __forceinline__ void ld8(float (&x)[8], const float *s_from) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// Eight numbers of a row to a square in global memory, and the second terms to the square after it.
+// Eight numbers of a row to a square in global memory; what that leaves to another, unless null.
 template <class T>
-__device__ __forceinline__ void put8(uint8_t *g_to, const float (&x)[8]) {
+__device__ __forceinline__ void put8(uint8_t *g_to, uint8_t *g_low, const float (&x)[8]) {
     uint32_t high[4], low[4];
 #pragma unroll
+    for (int j = 0; j < 4; j++) high[j] = ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]);
+    *reinterpret_cast<uint4 *>(g_to) = make_uint4(high[0], high[1], high[2], high[3]);
+    if (!g_low) return;
+#pragma unroll
     for (int j = 0; j < 4; j++) {
-        high[j] = ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]);
         const float2 rounded = unpack(T(), high[j]);
         low[j] = ptx::cvt_rn_x2<T>(x[2 * j] - rounded.x, x[2 * j + 1] - rounded.y);
     }
-    *reinterpret_cast<uint4 *>(g_to) = make_uint4(high[0], high[1], high[2], high[3]);
-    *reinterpret_cast<uint4 *>(g_to + Square::kBytes) = make_uint4(low[0], low[1], low[2], low[3]);
+    *reinterpret_cast<uint4 *>(g_low) = make_uint4(low[0], low[1], low[2], low[3]);
 }
 
-// Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it.
-template <class T>
-__device__ __forceinline__ void add_partials(const Partial (&s_partial)[4], uint8_t *g_a, const Factors &to, Solve &solve,
-                                             int thread) {
+// Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it. x: A's.
+__device__ __forceinline__ void add_partials(float (&x)[8], PrepSmem &smem, int thread) {
     const int i = thread / 4, c = 8 * (thread % 4);
-    float x[8], y[8];
+    float y[8];
+    ld8(x, &smem.partial[0].x[i * kPitch + c]);
 #pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = 0.0f;
+    for (int w = 1; w < 4; w++) {
+        ld8(y, &smem.partial[w].x[i * kPitch + c]);
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-        const float back = s_partial[w].scale[0];
-        ld8(y, &s_partial[w].x[i * kPitch + c]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = fmaf(back, y[j], x[j]);
+        for (int j = 0; j < 8; j++) x[j] += y[j];
     }
-    const float diagonal = s_partial[0].qk[i], scale = to.scale_q[i], norm = to.norm_k[i];
-    ld8(y, &to.beta_norm[c]);
+    const float diagonal = smem.diagonal[i];
+    ld8(y, &smem.factors.beta_k[c]);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        if (c + j > i) solve.l[(c + j) * kPitch + i] = x[j] * norm * y[j];
-        x[j] = c + j < i ? x[j] * scale : c + j == i ? diagonal * scale : 0.0f;
+        if (c + j > i) smem.solve.l[(c + j) * kPitch + i] = x[j] * y[j];
+        x[j] = c + j < i ? x[j] : c + j == i ? diagonal : 0.0f;
     }
-    put8<T>(g_a + Square::offset(i, c), x);
 }
 
 // Sums over U cancel where keys are alike: rounding each operand once is then not enough. By one warp, lane = token: the first
@@ -133,7 +134,7 @@ __device__ __forceinline__ float dot16(const float *s_x, const float *s_y) {
 
 // y = L10 T00, and the diagonal blocks and the block above them to T^.
 template <class T>
-__device__ __forceinline__ void lower_left_first(uint8_t *g_t, const Factors &to, Solve &solve, int thread) {
+__device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, Solve &solve, int thread) {
     const int r = thread / 16, c = thread % 16;
 #pragma unroll
     for (int i = 0; i < 2; i++) solve.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&solve.l[(16 + r + 8 * i) * kPitch], &solve.t[c]);
@@ -141,28 +142,26 @@ __device__ __forceinline__ void lower_left_first(uint8_t *g_t, const Factors &to
     if (row >= 16 && column < 16) return;
     float x[8] = {};
     if (column < 16 || row >= 16) {
-        float beta[8];
-        const float norm = to.norm_k[row];
         ld8(x, &solve.t[row * kPitch + column]);
-        ld8(beta, &to.beta[column]);
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] * norm * beta[j] : 0.0f;
+        for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] : 0.0f;
     }
-    put8<T>(g_t + Square::offset(row, column), x);
+    const uint32_t at = Square::offset(row, column);
+    put8<T>(g_to.t + at, precise ? g_to.t_low + at : nullptr, x);
 }
 
 template <class T>
-__device__ __forceinline__ void lower_left_second(uint8_t *g_t, const Factors &to, Solve &solve, int thread) {
+__device__ __forceinline__ void lower_left_second(Operands &g_to, bool precise, Solve &solve, int thread) {
     const int r = thread / 16, c = thread % 16;
-    const float beta = to.beta[c];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 + r + 8 * i;
-        const float x = -dot16<16>(&solve.t[row * kPitch + 16], &solve.y[c]) * to.norm_k[row] * beta;
-        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), low = ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f);
-        uint8_t *g_to = g_t + Square::offset(row, c);
-        *reinterpret_cast<uint16_t *>(g_to) = static_cast<uint16_t>(high);
-        *reinterpret_cast<uint16_t *>(g_to + Square::kBytes) = static_cast<uint16_t>(low);
+        const float x = -dot16<16>(&solve.t[row * kPitch + 16], &solve.y[c]);
+        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
+        *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);
+        if (precise)
+            *reinterpret_cast<uint16_t *>(g_to.t_low + at) =
+                static_cast<uint16_t>(ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f));
     }
 }
 

@@ -1,11 +1,13 @@
-// A state warpgroup of kda_fwd_scan_kernel: 64 columns of V, S^T (64 x 128) in fp32 accumulators.
+// A state warpgroup of kda_fwd_scan_kernel: 64 columns of V, S^T (64 x 128) in fp32.
 //
-//   X = V - |k|^-1 K~ S;  U = beta |k|^-1 X + T^ X;  O = scale |q|^-1 Q~ S + A U;  S = gamma S + K^T U
+//   X = beta_v V - beta_k K~ S;  U = X + T^ X;  O = scale_q (Q~ S + A U);  S = gamma S + K^^T U
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
-// What the next chunk waits for, S, comes first; O is put together beside it. Groups in issue order, per chunk:
-//   pack S -> [K~ S]; O of the chunk before to global memory, V fragments; wait 0; X -> [T^ X]; [Q~ S]; S *= gamma; wait 1;
-//   U -> [K^ U], three products; [A U]; wait 0
+// U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a power
+// of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back.
+// A product of 32 columns takes as long as one of 64, so K~ and Q~ are one operand. Groups in issue order, per chunk:
+//   pack S -> [K~ S, Q~ S]; O of the chunk before to global memory, V fragments; wait 0; X -> [T^ X]; S *= gamma, range of X; wait 0;
+//   U -> [K^ U], [A U]; wait 1; S += ..; wait 0; O
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 #pragma once
 #include <cstddef>
@@ -30,11 +32,17 @@ __device__ __forceinline__ void second_terms(uint32_t (&second)[kSteps][4], cons
     }
 }
 
+// The warp's number in the CTA, computed again where it is used, as opaque_lane().
+__device__ __forceinline__ int opaque_warp() {
+    uint32_t warp[1] = {threadIdx.x / 32};
+    ptx::register_fence(warp);
+    return static_cast<int>(warp[0]);
+}
+
 // kOutputs: O is computed; else only S, for the transition of a segment.
 template <class T, int kGroups, bool kOutputs>
 struct StateLoop {
     ScanSmem<kGroups> &smem;
-    int group;  // which 64 columns of the CTA's
     RingState<kStages> stage;
 
     // O of the chunk before, not stored yet: that happens while the next chunk's first product runs.
@@ -70,23 +78,97 @@ struct StateLoop {
                                         int first) {
         const int lane = opaque_lane(), pair = 2 * (lane & 3);
         const Operands &from = smem.operands[stage.stage];
-        const uint32_t k_start = ptx::shared_address(from.k_start);
-        constexpr uint32_t kQStart = offsetof(Operands, q_start), kKEnd = offsetof(Operands, k_end);
-        const uint32_t factors = ptx::shared_address(from.factors.norm_k) + 4 * pair;
-        float x[16], o[16], y[16], z[16];
-        ptx::register_fence(x), register_fence(fs);
-        issue<T, ptx::Major::K, Tile>(x, fs, Tile::k_major_low(k_start, 0, 0), false);
+        const uint32_t start = ptx::shared_address(from.start), factors = ptx::shared_address(&from.factors) + 4 * pair;
+        constexpr int kStart = kOutputs ? 32 : 16;
+        float start_s[kStart], x[16], y[16], z[16], grown[64];  // K~ S, and Q~ S from 16 on; X, then U; A U
+        ptx::register_fence(start_s), register_fence(fs);
+        issue<T, ptx::Major::K, Pair>(start_s, fs, Pair::k_major_low(start, 0, 0), false);
         if constexpr (kOutputs) flush(p, item);
         uint32_t fv[2][4];
+        load_values(fv, item, at, lane, pair);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(start_s);
+        uint32_t fx[2][4], fu[2][4], low[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; i++) ptx::ldmatrix_x4_trans(fv[i], values(stage.stage, lane) + i * 2048);
-        if constexpr (!kOutputs) {
-            if (item.from_identity) {
+        for (int j = 0; j < 4; j++) {
+            const float2 beta_v = ptx::ld_shared_v2_f32(factors + offsetof(Factors, beta_v) + 32 * j);
+            const float2 beta_k = ptx::ld_shared_v2_f32(factors + offsetof(Factors, beta_k) + 32 * j);
 #pragma unroll
-                for (int i = 0; i < 8; i++) fv[i / 4][i % 4] = 0;
+            for (int r = 0; r < 2; r++) {
+                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                const int i = 4 * j + 2 * r;
+                x[i] = fmaf(beta_v.x, v.x, -beta_k.x * start_s[i]), x[i + 1] = fmaf(beta_v.y, v.y, -beta_k.y * start_s[i + 1]);
             }
         }
-        if (item.length - at < kChunk) {  // rows past the end are another sequence's
+        pack<T>(fx, x);
+        if constexpr (kPrecise) second_terms<T>(low, x, fx);
+        float down[2], up[2];
+        const uint32_t t = Square::k_major_low(ptx::shared_address(from.t), 0, 0);
+        constexpr uint32_t kLow = (offsetof(Operands, t_low) - offsetof(Operands, t)) >> 4;
+        ptx::register_fence(x), register_fence(fx);
+        issue<T, ptx::Major::K, Square>(x, fx, t, true);
+        if constexpr (kPrecise) add_second_terms<T>(z, fx, low, t, t + kLow);
+        const uint32_t gamma = factors + offsetof(Factors, gamma);
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const float2 f = ptx::ld_shared_v2_f32(gamma + 32 * j);
+            s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
+        }
+        range(up, down, fx);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(x);
+        if constexpr (kPrecise) select(x, z, first, pair);
+#pragma unroll
+        for (int i = 0; i < 16; i++) x[i] *= up[i / 2 % 2];
+        pack<__half>(fu, x);
+        const uint32_t a = Square::k_major_low(ptx::shared_address(from.a), 0, 0);
+        const uint32_t k_end = Tile::mn_major_low(ptx::shared_address(from.k_end), 0, 0);
+        ptx::register_fence(grown), register_fence(fu);
+        issue<__half, ptx::Major::MN, Tile>(grown, fu, k_end, false);
+        if constexpr (kPrecise) {
+            constexpr uint32_t kEndLow = (offsetof(Operands, k_end_low) - offsetof(Operands, k_end)) >> 4;
+            second_terms<__half>(low, x, fu);
+            register_fence(low);
+            issue<__half, ptx::Major::MN, Tile>(grown, low, k_end, true);
+            issue<__half, ptx::Major::MN, Tile>(grown, fu, k_end + kEndLow, true);
+            ptx::wgmma_wait_group<0>();
+        }
+        if constexpr (kOutputs && !kPrecise) {
+            ptx::register_fence(y);
+            issue<__half, ptx::Major::K, Square>(y, fu, a, false);
+        }
+        ptx::wgmma_wait_group<kOutputs && !kPrecise ? 1 : 0>();
+        ptx::register_fence(grown);
+#pragma unroll
+        for (int i = 0; i < 64; i++) s[i] = fmaf(grown[i], down[i / 2 % 2], s[i]);
+        if constexpr (!kOutputs) return;
+        if constexpr (kPrecise) {
+            ptx::register_fence(y);
+            issue<__half, ptx::Major::K, Square>(y, fu, a, false);
+            add_second_terms<__half>(z, fu, low, a, a + kLow);
+        }
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(y);
+        if constexpr (kPrecise) select(y, z, first, pair);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 f = ptx::ld_shared_v2_f32(factors + offsetof(Factors, scale_q) + 32 * j);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; i++)
+                y[i] = fmaf(y[i], down[i / 2 % 2], start_s[kOutputs ? 16 + i : i]) * (i % 2 == 0 ? f.x : f.y);
+        }
+        pack<T>(packed, y);
+    }
+
+    // V^T of the chunk, as fragments; 0 past the end of the sequence, where another one's rows are, and for a segment's M.
+    __device__ __forceinline__ void load_values(uint32_t (&fv)[2][4], const Item &item, int at, int lane, int pair) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) ptx::ldmatrix_x4_trans(fv[i], values(stage.stage, lane) + i * 2048);
+        if (!kOutputs && item.from_identity) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) fv[i / 4][i % 4] = 0;
+        }
+        if (item.length - at < kChunk) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 const int left = item.length - at - (8 * (j / 2) + pair);
@@ -94,93 +176,40 @@ struct StateLoop {
                 f = left >= 2 ? f : left == 1 ? f & 0xffffu : 0;
             }
         }
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(x);
-        uint32_t fx[2][4], low[2][4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 norm = ptx::ld_shared_v2_f32(factors + 32 * j);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
-                float &x0 = x[4 * j + 2 * r], &x1 = x[4 * j + 2 * r + 1];
-                x0 = fmaf(-norm.x, x0, v.x), x1 = fmaf(-norm.y, x1, v.y);
-            }
-        }
-        pack<T>(fx, x);
-        if constexpr (kPrecise) second_terms<T>(low, x, fx);
-        scale_columns(x, factors + offsetof(Factors, beta_norm) - offsetof(Factors, norm_k));
-        const uint32_t t = Square::k_major_low(ptx::shared_address(from.t), 0, 0);
-        ptx::register_fence(x), register_fence(fx);
-        issue<T, ptx::Major::K, Square>(x, fx, t, true);
-        if constexpr (kPrecise) add_second_terms(z, fx, low, t);
-        if constexpr (kOutputs) {
-            ptx::register_fence(o), register_fence(fs);
-            issue<T, ptx::Major::K, Tile>(o, fs, Tile::k_major_low(k_start + kQStart, 0, 0), false);
-        }
-        const uint32_t gamma = ptx::shared_address(from.factors.gamma) + 4 * pair;
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(gamma + 32 * j);
-            s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
-        }
-        ptx::wgmma_wait_group<kOutputs ? 1 : 0>();
-        ptx::register_fence(x);
-        if constexpr (kPrecise) select(x, z, first, pair);
-        pack<T>(fx, x);  // U
-        second_terms<T>(low, x, fx);
-        const uint32_t a = Square::k_major_low(ptx::shared_address(from.a), 0, 0);
-        const uint32_t k_end = Tile::mn_major_low(k_start + kKEnd, 0, 0);
-        ptx::register_fence(s), register_fence(fx), register_fence(low);
-        issue<T, ptx::Major::MN, Tile>(s, fx, k_end, true);
-        issue<T, ptx::Major::MN, Tile>(s, low, k_end, true);
-        issue<T, ptx::Major::MN, Tile>(s, fx, k_end + (Tile::kBytes >> 4), true);
-        if constexpr (!kOutputs) {
-            ptx::wgmma_wait_group<0>();
-            ptx::register_fence(s);
-            return;
-        }
-        ptx::register_fence(y);
-        issue<T, ptx::Major::K, Square>(y, fx, a, false);
-        if constexpr (kPrecise) add_second_terms(z, fx, low, a);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(s), ptx::register_fence(o), ptx::register_fence(y);
-        if constexpr (kPrecise) select(y, z, first, pair);
-        const uint32_t scale = factors + offsetof(Factors, scale_q) - offsetof(Factors, norm_k);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(scale + 32 * j);
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; i++) y[i] = fmaf(i % 2 == 0 ? f.x : f.y, o[i], y[i]);
-        }
-        pack<T>(packed, y);
     }
 
-    // Lane address of 16 tokens of the warp's 16 columns of V: matrices of an ldmatrix in the
-    // order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // For each of the lane's two columns of V, a power of 2 that brings the largest of X to 2^2 .. 2^3, and its inverse: U, which
+    // may be larger by what T^ makes of it, has 2^13 left.
+    static __device__ __forceinline__ void range(float (&up)[2], float (&down)[2], const uint32_t (&fx)[2][4]) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            // The order of magnitudes is that of their bits.
+            uint32_t most = __vmaxu2(__vmaxu2(fx[0][r] & 0x7fff7fffu, fx[0][2 + r] & 0x7fff7fffu),
+                                     __vmaxu2(fx[1][r] & 0x7fff7fffu, fx[1][2 + r] & 0x7fff7fffu));
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, step));
+            most = most >> 16 > (most & 0xffff) ? most >> 16 : most & 0xffff;
+            const float largest = unpack(T(), most).x;
+            uint32_t exponent = __float_as_uint(largest) >> 23;
+            exponent = exponent < 60 ? 60 : exponent > 190 ? 190 : exponent;
+            up[r] = __uint_as_float((256 - exponent) << 23), down[r] = __uint_as_float((exponent - 2) << 23);
+        }
+    }
+
+    // Lane address of 16 tokens of the warp's 16 columns of V: matrices of an ldmatrix in the order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     __device__ __forceinline__ uint32_t values(int at, int lane) const {
-        const int w = threadIdx.x / 32 % 4;
-        return panel(at) + ((lane & 7) + (lane & 16) / 2) * 128 + ((w * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
-    }
-    __device__ __forceinline__ uint32_t panel(int at) const {
-        return ptx::shared_address(smem.v[at]) + group * Tile::kPanelStrideBytes;
-    }
-
-    // Accumulators times a factor for each token.
-    static __device__ __forceinline__ void scale_columns(float (&x)[16], uint32_t factors) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(factors + 32 * j);
-            x[4 * j] *= f.x, x[4 * j + 1] *= f.y, x[4 * j + 2] *= f.x, x[4 * j + 3] *= f.y;
-        }
+        const int warp = opaque_warp();
+        const uint32_t panel = ptx::shared_address(smem.v[at]) + warp / 4 * Tile::kPanelStrideBytes;
+        return panel + ((lane & 7) + (lane & 16) / 2) * 128 + ((warp % 4 * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
     }
 
     // z = (first + second term of x) (first + second term of a matrix), without the product of the first ones.
+    template <class E>
     static __device__ __forceinline__ void add_second_terms(float (&z)[16], uint32_t (&high)[2][4], uint32_t (&low)[2][4],
-                                                            uint32_t matrix) {
+                                                            uint32_t matrix, uint32_t matrix_low) {
         ptx::register_fence(z), register_fence(low);
-        issue<T, ptx::Major::K, Square>(z, low, matrix, false);
-        issue<T, ptx::Major::K, Square>(z, high, matrix + (Square::kBytes >> 4), true);
+        issue<E, ptx::Major::K, Square>(z, low, matrix, false);
+        issue<E, ptx::Major::K, Square>(z, high, matrix_low, true);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(z);
     }
@@ -193,15 +222,15 @@ struct StateLoop {
     // O through the warp's own shared memory to global memory: two lanes a row, whole sectors of 32 bytes. Nothing of it is V's
     // place: the fence that the next copy to there would need waits for the stores to global memory as well.
     __device__ __forceinline__ void store(const DeltaParams &p, const Item &item) {
-        const int lane = opaque_lane(), w = threadIdx.x / 32 % 4;
-        const uint32_t own = ptx::shared_address(smem.o[4 * group + w]);
+        const int lane = opaque_lane(), warp = opaque_warp();
+        const uint32_t own = ptx::shared_address(smem.o[warp]);
         const auto unit_at = [&](int row, int unit) { return own + row * 32 + ((unit ^ (row >> 2 & 1)) << 4); };
         const uint32_t to = unit_at((lane & 7) + (lane & 16) / 2, (lane & 8) / 8);
 #pragma unroll
         for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(to + i * 512, packed[i]);
         const int64_t stride = p.o.stride[1];
         uint16_t *g_o = reinterpret_cast<uint16_t *>(p.o.data) + item.batch * p.o.stride[0] + (item.bos + pending) * stride +
-                        item.head * p.o.stride[2] + 64 * (kGroups * item.piece + group) + 16 * w;
+                        item.head * p.o.stride[2] + 64 * kGroups * item.piece + 16 * warp;
         const int rows = item.length - pending;
         __syncwarp();
 #pragma unroll
@@ -264,7 +293,7 @@ template <class T, int kGroups, bool kOutputs>
 __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGroups> &smem, int group) {
     const DeltaParams &p = params.p;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
-    StateLoop<T, kGroups, kOutputs> loop{smem, group, {}, {}, -1};
+    StateLoop<T, kGroups, kOutputs> loop{smem, {}, {}, -1};
     float s[64];
     if (kOutputs && params.cut != 0) ptx::griddepcontrol_wait();  // the joined states
     for (uint32_t round = 0;; round++) {
