@@ -55,22 +55,15 @@ __global__ void __launch_bounds__(128, 3)
         ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g), &maps.g, landed, 0, head, token, batch);
     }
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
-    float4 bias[2] = {};
-    if (p.dt_bias) {
-#pragma unroll
-        for (int step = 0; step < 2; step++) {
-            const int64_t from = head * p.dt_bias.stride[0] + (32 * w + 16 * step + lane % 4 * 4) * p.dt_bias.stride[1];
-            const int64_t next = p.dt_bias.stride[1];
-            bias[step] = make_float4(load_scalar(p.dt_bias, from), load_scalar(p.dt_bias, from + next),
-                                     load_scalar(p.dt_bias, from + 2 * next), load_scalar(p.dt_bias, from + 3 * next));
-        }
-    }
     // An infinite amplitude would make inf x 0.
     const float amplitude = p.A_log ? fminf(expf(load_scalar(p.A_log, head * p.A_log.stride[0])), 1e30f) : 1.0f;
+    float bias = 0.0f;
+    if (p.dt_bias) bias = load_scalar(p.dt_bias, head * p.dt_bias.stride[0] + thread * p.dt_bias.stride[1]);
+    smem.bias[thread] = p.gate == Gate::Bounded ? bias * bounded_factor(amplitude) : bias;
+    if (thread == 0) smem.amplitude = amplitude, smem.rows = rows;
     float beta = 0.0f;
     if (w == 3 && lane < rows)
         beta = load_scalar(p.beta, batch * p.beta.stride[0] + (token + lane) * p.beta.stride[1] + head * p.beta.stride[2]);
-    Operands &to = *operands_of(params, index, head);
     __syncthreads();
     ptx::mbarrier_wait_parity(landed, 0);
     if (rows < kChunk) {
@@ -78,16 +71,18 @@ __global__ void __launch_bounds__(128, 3)
         clear_rows(k + Tile::kBytes, rows, thread);
         __syncthreads();
     }
-    same_token<T>(k, w, smem.partial[w]);
+    same_token<T>(k, w, smem);
     __syncthreads();
     if (w == 3) token_factors(params, smem, lane, rows, beta);
     __syncthreads();
+    // Numbers that the tree's registers have no room for come from shared memory.
     const auto decays = [&](float(&a)[16], int step) {
         load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
-        activate(a, params, amplitude, step == 0 ? bias[0] : bias[1]);
-        if (rows < kChunk) {
+        activate(a, params, smem.amplitude, ld4(&smem.bias[32 * w + 16 * step + lane % 4 * 4]));
+        const int left = smem.rows - (opaque_lane() & ~3);
+        if (smem.rows < kChunk) {
 #pragma unroll
-            for (int i = 0; i < 16; i++) a[i] = (lane & ~3) + i / 4 < rows ? a[i] : 1.0f;
+            for (int i = 0; i < 16; i++) a[i] = i / 4 < left ? a[i] : 1.0f;
         }
     };
     Sums sums = {};
@@ -95,26 +90,28 @@ __global__ void __launch_bounds__(128, 3)
     for (int step = 0; step < 2; step++) {
         float a[16];
         decays(a, step);
-        k_step<T>(a, sums, smem, w, step, to);
+        k_step<T>(a, sums, smem, w, step, params.g_operands);
     }
-    store_all(sums, smem.partial[w]);
+    __syncwarp();
+    store_all(sums, smem.warp[w].partial);
     __syncthreads();
     float x[8];
     add_partials(x, smem, thread);
     __syncthreads();
-    if (w == 0) invert_diagonal(smem.solve, lane);
-    if (w == 1) find_precise(smem.factors, smem.solve, lane);
+    if (w == 0) invert_diagonal(smem, lane);
+    if (w == 1) find_precise(smem, lane);
     __syncthreads();
+    Operands &to = params.g_operands[blockIdx.x];
     const bool precise = smem.factors.first_precise < kChunk;
     const uint32_t a_at = Square::offset(thread / 4, 8 * (thread % 4));
     put8<__half>(to.a + a_at, precise ? to.a_low + a_at : nullptr, x);
-    lower_left_first<T>(to, precise, smem.solve, thread);
+    lower_left_first<T>(to, precise, smem, thread);
     __syncthreads();
-    lower_left_second<T>(to, precise, smem.solve, thread);
+    lower_left_second<T>(to, precise, smem, thread);
     constexpr int kUsed = offsetof(Factors, first_precise) + sizeof(int);
     if (thread < (kUsed + 15) / 16)
         reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
-    if (thread == 0) params.g_precise[int64_t{index} * HV + head] = smem.factors.first_precise;
+    if (thread == 0) params.g_precise[blockIdx.x] = smem.factors.first_precise;
     if (!precise) return;
 #pragma unroll 1
     for (int step = 0; step < 2; step++) {

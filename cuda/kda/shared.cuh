@@ -22,11 +22,14 @@ using Square = SmemTile<kChunk, kChunk, ptx::Swizzle::B64>;  // tokens x tokens
 
 // Numbers of a chunk that are not matrices.
 struct alignas(1024) Factors {
-    float gamma[kD];                       // decay of the whole chunk
-    float beta_v[kChunk], beta_k[kChunk];  // X = beta_v V - beta_k K~ S: beta and once or twice what k is to be multiplied by
+    float gamma[kD];          // decay of the whole chunk; channel c at gamma_place(c)
+    float4 beta[kChunk / 2];  // X = beta_v V - beta_k K~ S, of two tokens (v, v, k, k): beta and once or twice what k is to be multiplied by
     float scale_q[kChunk];                 // of a row of O
     int first_precise;                     // first token that needs the second terms; kChunk: none
 };
+
+// A lane of the scan has channels 2 q, 2 q + 1 of each eight: those of two eights side by side.
+__host__ __device__ __forceinline__ constexpr int gamma_place(int c) { return c / 16 * 16 + c % 8 / 2 * 4 + c / 8 % 2 * 2 + c % 2; }
 
 // What the scan reads of a chunk besides V, laid out as it lies in shared memory there. k and q have a length of 1 to 2 in all of
 // it: multiplied by a power of 2.

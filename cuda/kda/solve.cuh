@@ -24,7 +24,7 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
     for (int w = 0; w < 4; w++)
-        kk += smem.partial[w].kk[token], qk += smem.partial[w].qk[token], qq += smem.partial[w].qq[token];
+        kk += smem.kk[w][token], qk += smem.qk[w][token], qq += smem.qq[w][token];
     const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
     const float length_k = (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
     const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
@@ -33,8 +33,8 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     beta = token < rows ? beta : 0.0f;
     smem.inverse_k[token] = inverse_k, smem.inverse_q[token] = inverse_q;
     smem.diagonal[token] = qk * inverse_k * inverse_q;
-    smem.factors.beta_v[token] = beta * length_k;
-    smem.factors.beta_k[token] = beta * length_k * length_k;
+    float *to = &smem.factors.beta[token / 2].x + token % 2;
+    to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
     smem.factors.scale_q[token] = params.scale * length_q;
 }
 
@@ -65,18 +65,18 @@ __device__ __forceinline__ void put8(uint8_t *g_to, uint8_t *g_low, const float 
 __device__ __forceinline__ void add_partials(float (&x)[8], PrepSmem &smem, int thread) {
     const int i = thread / 4, c = 8 * (thread % 4);
     float y[8];
-    ld8(x, &smem.partial[0].x[i * kPitch + c]);
+    ld8(x, &smem.warp[0].partial.x[i * kPitch + c]);
 #pragma unroll
     for (int w = 1; w < 4; w++) {
-        ld8(y, &smem.partial[w].x[i * kPitch + c]);
+        ld8(y, &smem.warp[w].partial.x[i * kPitch + c]);
 #pragma unroll
         for (int j = 0; j < 8; j++) x[j] += y[j];
     }
     const float diagonal = smem.diagonal[i];
-    ld8(y, &smem.factors.beta_k[c]);
+    ld8(y, &smem.beta_k[c]);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        if (c + j > i) smem.solve.l[(c + j) * kPitch + i] = x[j] * y[j];
+        if (c + j > i) smem.l[(c + j) * kPitch + i] = x[j] * y[j];
         x[j] = c + j < i ? x[j] : c + j == i ? diagonal : 0.0f;
     }
 }
@@ -86,26 +86,26 @@ __device__ __forceinline__ void add_partials(float (&x)[8], PrepSmem &smem, int 
 // 32 / 128.
 constexpr float kAlike = 0.4f;
 
-__device__ __forceinline__ void find_precise(Factors &to, const Solve &solve, int lane) {
+__device__ __forceinline__ void find_precise(PrepSmem &smem, int lane) {
     float sum[4] = {};
 #pragma unroll
     for (int s = 0; s < kChunk; s += 4) {
-        const float4 l = ld4(&solve.l[lane * kPitch + s]);  // garbage from the diagonal on
+        const float4 l = ld4(&smem.l[lane * kPitch + s]);  // garbage from the diagonal on
         sum[0] = s < lane ? fmaf(l.x, l.x, sum[0]) : sum[0], sum[1] = s + 1 < lane ? fmaf(l.y, l.y, sum[1]) : sum[1];
         sum[2] = s + 2 < lane ? fmaf(l.z, l.z, sum[2]) : sum[2], sum[3] = s + 3 < lane ? fmaf(l.w, l.w, sum[3]) : sum[3];
     }
     const uint32_t precise = __ballot_sync(~0u, (sum[0] + sum[1]) + (sum[2] + sum[3]) > kAlike);
-    if (lane == 0) to.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
+    if (lane == 0) smem.factors.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
 }
 
 // By one warp: lane = column of block lane / 16.
-__device__ __forceinline__ void invert_diagonal(Solve &solve, int lane) {
+__device__ __forceinline__ void invert_diagonal(PrepSmem &smem, int lane) {
     const int first = lane & 16, column = lane & 15;
     float x[16];
 #pragma unroll
     for (int r = 0; r < 16; r++) {
         x[r] = r == column ? 1.0f : 0.0f;
-        const float *s_row = &solve.l[(first + r) * kPitch + first];
+        const float *s_row = &smem.l[(first + r) * kPitch + first];
 #pragma unroll
         for (int s = 0; s < r; s += 4) {
             const float4 l = ld4(s_row + s);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void invert_diagonal(Solve &solve, int lane) {
         }
     }
 #pragma unroll
-    for (int r = 0; r < 16; r++) solve.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
+    for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
 }
 
 // Row r (0-15) of X times column c of Y: X at x, 16 columns; Y at y, kYPitch floats a row.
@@ -134,15 +134,15 @@ __device__ __forceinline__ float dot16(const float *s_x, const float *s_y) {
 
 // y = L10 T00, and the diagonal blocks and the block above them to T^.
 template <class T>
-__device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, Solve &solve, int thread) {
+__device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, PrepSmem &smem, int thread) {
     const int r = thread / 16, c = thread % 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) solve.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&solve.l[(16 + r + 8 * i) * kPitch], &solve.t[c]);
+    for (int i = 0; i < 2; i++) smem.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&smem.l[(16 + r + 8 * i) * kPitch], &smem.t[c]);
     const int row = thread / 4, column = 8 * (thread % 4);
     if (row >= 16 && column < 16) return;
     float x[8] = {};
     if (column < 16 || row >= 16) {
-        ld8(x, &solve.t[row * kPitch + column]);
+        ld8(x, &smem.t[row * kPitch + column]);
 #pragma unroll
         for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] : 0.0f;
     }
@@ -151,12 +151,12 @@ __device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, S
 }
 
 template <class T>
-__device__ __forceinline__ void lower_left_second(Operands &g_to, bool precise, Solve &solve, int thread) {
+__device__ __forceinline__ void lower_left_second(Operands &g_to, bool precise, PrepSmem &smem, int thread) {
     const int r = thread / 16, c = thread % 16;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 + r + 8 * i;
-        const float x = -dot16<16>(&solve.t[row * kPitch + 16], &solve.y[c]);
+        const float x = -dot16<16>(&smem.t[row * kPitch + 16], &smem.y[c]);
         const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
         *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);
         if (precise)

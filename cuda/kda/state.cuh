@@ -6,8 +6,8 @@
 // U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a power
 // of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back.
 // A product of 32 columns takes as long as one of 64, so K~ and Q~ are one operand. Groups in issue order, per chunk:
-//   pack S -> [K~ S, Q~ S]; O of the chunk before to global memory, V fragments; wait 0; X -> [T^ X]; S *= gamma, range of X; wait 0;
-//   U -> [K^ U], [A U]; wait 1; S += ..; wait 0; O
+//   pack S -> [K~ S, Q~ S]; V and factors, O of the chunk before; wait 0; X -> [T^ X]; range of X, O to global memory; wait 0;
+//   U -> [K^ U], [A U]; S *= gamma; wait 1; S += ..; wait 0; O
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 #pragma once
 #include <cstddef>
@@ -32,74 +32,92 @@ __device__ __forceinline__ void second_terms(uint32_t (&second)[kSteps][4], cons
     }
 }
 
-// The warp's number in the CTA, computed again where it is used, as opaque_lane().
-__device__ __forceinline__ int opaque_warp() {
-    uint32_t warp[1] = {threadIdx.x / 32};
-    ptx::register_fence(warp);
-    return static_cast<int>(warp[0]);
-}
-
 // kOutputs: O is computed; else only S, for the transition of a segment.
 template <class T, int kGroups, bool kOutputs>
 struct StateLoop {
+    const DeltaParams &p;
     ScanSmem<kGroups> &smem;
+    static constexpr int kStart = kOutputs ? 32 : 16;  // K~ S, and Q~ S from 16 on
     RingState<kStages> stage;
 
-    // O of the chunk before, not stored yet: that happens while the next chunk's first product runs.
+    // O of the chunk before, not stored yet: that happens while the next chunk's products run.
     // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
     uint32_t packed[2][4];
-    int pending = -1;  // its first token; -1: none
+    int pending = 0;  // its tokens up to the end of the sequence; 0: none
+    char *g_o;        // the lane's place for it
+    uint32_t lane_values, lane_to, lane_from;  // the lane's places in V and in `o`
 
-    // The chunk of `item` from token `at` on.
-    __device__ __forceinline__ void chunk(float (&s)[64], const KernelParams &params, const Item &item, int at) {
+    __device__ __forceinline__ StateLoop(const DeltaParams &params, ScanSmem<kGroups> &from) : p(params), smem(from) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        // V: 16 tokens of the warp's 16 columns, matrices of an ldmatrix in the order of a fragment of V^T, (tokens, columns) =
+        // (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15). O the same way.
+        const int row = (lane & 7) + (lane & 16) / 2, unit = (lane & 8) / 8;
+        lane_values = ptx::shared_address(smem.v[0]) + warp / 4 * Tile::kPanelStrideBytes + row * 128 +
+                      ((warp % 4 * 2 + unit) ^ (lane & 7)) * 16;
+        const auto unit_at = [&](int row, int unit) {
+            return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
+        };
+        lane_to = unit_at(row, unit), lane_from = unit_at(lane / 2, lane % 2);
+    }
+
+    // A chunk; left: tokens from its first one to the end of the sequence. What has to be waited for is asked for early: V and
+    // factors before O of the chunk before goes through shared memory, gamma before the product that U makes.
+    __device__ __forceinline__ void chunk(float (&s)[64], const Item &item, int left) {
         uint32_t fs[8][4];
+        float start_s[kStart];
         pack<T>(fs, s);
         smem.ring().wait_full(stage);
-        const int first = smem.operands[stage.stage].factors.first_precise;
-        if (__any_sync(~0u, first < kChunk))
-            run<true>(s, fs, params.p, item, at, first);
+        const Operands &from = smem.operands[stage.stage];
+        ptx::register_fence(start_s), register_fence(fs);
+        issue<T, ptx::Major::K, Pair>(start_s, fs, Pair::k_major_low(ptx::shared_address(from.start), 0, 0), false);
+        const int first = from.factors.first_precise;
+        uint32_t fv[2][4];
+        load_values(fv, item, left);
+        const uint32_t factors = ptx::shared_address(&from.factors) + 16 * (threadIdx.x % 4);
+        float4 beta[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) beta[j] = ptx::ld_shared_v4_f32(factors + offsetof(Factors, beta) + 64 * j);
+        uint4 o[2];
+        if constexpr (kOutputs) gather(o);
+        const bool precise = __any_sync(~0u, first < kChunk);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(start_s);
+        float x[16];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                const int i = 4 * j + 2 * r;
+                x[i] = fmaf(beta[j].x, v.x, -beta[j].z * start_s[i]);
+                x[i + 1] = fmaf(beta[j].y, v.y, -beta[j].w * start_s[i + 1]);
+            }
+        if (precise)
+            run<true>(s, start_s, x, o, factors, first);
         else
-            run<false>(s, fs, params.p, item, at, kChunk);
-        if constexpr (kOutputs) pending = at;
+            run<false>(s, start_s, x, o, factors, kChunk);
+        if constexpr (kOutputs) pending = left;
         give_back(stage);
         stage.advance();
     }
 
-    __device__ __forceinline__ void flush(const DeltaParams &p, const Item &item) {
-        if (pending < 0) return;
-        store(p, item);
-        pending = -1;
+    __device__ __forceinline__ void flush() {
+        uint4 o[2];
+        gather(o);
+        store(o);
+        pending = 0;
     }
 
     // kPrecise: tokens from `first` on take the second terms too. Those before it get the same bits either way, so that they do
     // not depend on later tokens.
     template <bool kPrecise>
-    __device__ __forceinline__ void run(float (&s)[64], uint32_t (&fs)[8][4], const DeltaParams &p, const Item &item, int at,
-                                        int first) {
-        const int lane = opaque_lane(), pair = 2 * (lane & 3);
+    __device__ __forceinline__ void run(float (&s)[64], float (&start_s)[kStart], float (&x)[16], const uint4 (&o)[2],
+                                        uint32_t factors, int first) {
+        const int pair = 2 * (threadIdx.x % 4);
         const Operands &from = smem.operands[stage.stage];
-        const uint32_t start = ptx::shared_address(from.start), factors = ptx::shared_address(&from.factors) + 4 * pair;
-        constexpr int kStart = kOutputs ? 32 : 16;
-        float start_s[kStart], x[16], y[16], z[16], grown[64];  // K~ S, and Q~ S from 16 on; X, then U; A U
-        ptx::register_fence(start_s), register_fence(fs);
-        issue<T, ptx::Major::K, Pair>(start_s, fs, Pair::k_major_low(start, 0, 0), false);
-        if constexpr (kOutputs) flush(p, item);
-        uint32_t fv[2][4];
-        load_values(fv, item, at, lane, pair);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(start_s);
+        if constexpr (kOutputs && kPrecise) store(o);
+        float y[16], z[16], grown[64];  // x: X, then U; y: A U
         uint32_t fx[2][4], fu[2][4], low[2][4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 beta_v = ptx::ld_shared_v2_f32(factors + offsetof(Factors, beta_v) + 32 * j);
-            const float2 beta_k = ptx::ld_shared_v2_f32(factors + offsetof(Factors, beta_k) + 32 * j);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
-                const int i = 4 * j + 2 * r;
-                x[i] = fmaf(beta_v.x, v.x, -beta_k.x * start_s[i]), x[i + 1] = fmaf(beta_v.y, v.y, -beta_k.y * start_s[i + 1]);
-            }
-        }
         pack<T>(fx, x);
         if constexpr (kPrecise) second_terms<T>(low, x, fx);
         float down[2], up[2];
@@ -108,13 +126,8 @@ struct StateLoop {
         ptx::register_fence(x), register_fence(fx);
         issue<T, ptx::Major::K, Square>(x, fx, t, true);
         if constexpr (kPrecise) add_second_terms<T>(z, fx, low, t, t + kLow);
-        const uint32_t gamma = factors + offsetof(Factors, gamma);
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(gamma + 32 * j);
-            s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
-        }
         range(up, down, fx);
+        if constexpr (kOutputs && !kPrecise) store(o);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         if constexpr (kPrecise) select(x, z, first, pair);
@@ -137,6 +150,18 @@ struct StateLoop {
             ptx::register_fence(y);
             issue<__half, ptx::Major::K, Square>(y, fu, a, false);
         }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float4 f = ptx::ld_shared_v4_f32(factors + offsetof(Factors, gamma) + 64 * j);
+            float *to = &s[8 * j];
+            to[0] *= f.x, to[1] *= f.y, to[2] *= f.x, to[3] *= f.y, to[4] *= f.z, to[5] *= f.w, to[6] *= f.z, to[7] *= f.w;
+        }
+        float2 scale[4];
+        if constexpr (kOutputs) {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                scale[j] = ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors, scale_q) + 32 * j);
+        }
         ptx::wgmma_wait_group<kOutputs && !kPrecise ? 1 : 0>();
         ptx::register_fence(grown);
 #pragma unroll
@@ -152,28 +177,28 @@ struct StateLoop {
         if constexpr (kPrecise) select(y, z, first, pair);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(factors + offsetof(Factors, scale_q) + 32 * j);
 #pragma unroll
             for (int i = 4 * j; i < 4 * j + 4; i++)
-                y[i] = fmaf(y[i], down[i / 2 % 2], start_s[kOutputs ? 16 + i : i]) * (i % 2 == 0 ? f.x : f.y);
+                y[i] = fmaf(y[i], down[i / 2 % 2], start_s[kOutputs ? 16 + i : i]) * (i % 2 == 0 ? scale[j].x : scale[j].y);
         }
         pack<T>(packed, y);
     }
 
     // V^T of the chunk, as fragments; 0 past the end of the sequence, where another one's rows are, and for a segment's M.
-    __device__ __forceinline__ void load_values(uint32_t (&fv)[2][4], const Item &item, int at, int lane, int pair) const {
+    __device__ __forceinline__ void load_values(uint32_t (&fv)[2][4], const Item &item, int left) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) ptx::ldmatrix_x4_trans(fv[i], values(stage.stage, lane) + i * 2048);
+        for (int i = 0; i < 2; i++)
+            ptx::ldmatrix_x4_trans(fv[i], lane_values + stage.stage * static_cast<uint32_t>(sizeof(smem.v[0])) + i * 2048);
         if (!kOutputs && item.from_identity) {
 #pragma unroll
             for (int i = 0; i < 8; i++) fv[i / 4][i % 4] = 0;
         }
-        if (item.length - at < kChunk) {
+        if (left < kChunk) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                const int left = item.length - at - (8 * (j / 2) + pair);
+                const int there = left - (8 * (j / 2) + 2 * static_cast<int>(threadIdx.x % 4));
                 uint32_t &f = fv[j / 4][j % 4];
-                f = left >= 2 ? f : left == 1 ? f & 0xffffu : 0;
+                f = there >= 2 ? f : there == 1 ? f & 0xffffu : 0;
             }
         }
     }
@@ -181,26 +206,23 @@ struct StateLoop {
     // For each of the lane's two columns of V, a power of 2 that brings the largest of X to 2^2 .. 2^3, and its inverse: U, which
     // may be larger by what T^ makes of it, has 2^13 left.
     static __device__ __forceinline__ void range(float (&up)[2], float (&down)[2], const uint32_t (&fx)[2][4]) {
+        uint32_t most[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++)  // the order of magnitudes is that of their bits
+            most[r] = __vmaxu2(__vmaxu2(fx[0][r] & 0x7fff7fffu, fx[0][2 + r] & 0x7fff7fffu),
+                               __vmaxu2(fx[1][r] & 0x7fff7fffu, fx[1][2 + r] & 0x7fff7fffu));
+        // Both columns in one register: first in the lower half.
+        uint32_t both = __vmaxu2(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) both = __vmaxu2(both, __shfl_xor_sync(~0u, both, step));
+        if constexpr (ptx::kIsBf16<T>) both = __vminu2(__vmaxu2(both, 0x1e001e00u), 0x5f005f00u);  // exponents 60 to 190
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            // The order of magnitudes is that of their bits.
-            uint32_t most = __vmaxu2(__vmaxu2(fx[0][r] & 0x7fff7fffu, fx[0][2 + r] & 0x7fff7fffu),
-                                     __vmaxu2(fx[1][r] & 0x7fff7fffu, fx[1][2 + r] & 0x7fff7fffu));
-#pragma unroll
-            for (int step = 1; step < 4; step *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, step));
-            most = most >> 16 > (most & 0xffff) ? most >> 16 : most & 0xffff;
-            const float largest = unpack(T(), most).x;
-            uint32_t exponent = __float_as_uint(largest) >> 23;
-            exponent = exponent < 60 ? 60 : exponent > 190 ? 190 : exponent;
-            up[r] = __uint_as_float((256 - exponent) << 23), down[r] = __uint_as_float((exponent - 2) << 23);
+            const float largest = unpack(T(), r == 0 ? both & 0xffffu : both >> 16).x;
+            const uint32_t bits = ptx::kIsBf16<T> ? __float_as_uint(largest) : __float_as_uint(fmaxf(largest, 0x1p-24f));
+            const uint32_t exponent = bits & 0x7f800000u;
+            up[r] = __uint_as_float((256u << 23) - exponent), down[r] = __uint_as_float(exponent - (2u << 23));
         }
-    }
-
-    // Lane address of 16 tokens of the warp's 16 columns of V: matrices of an ldmatrix in the order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-    __device__ __forceinline__ uint32_t values(int at, int lane) const {
-        const int warp = opaque_warp();
-        const uint32_t panel = ptx::shared_address(smem.v[at]) + warp / 4 * Tile::kPanelStrideBytes;
-        return panel + ((lane & 7) + (lane & 16) / 2) * 128 + ((warp % 4 * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
     }
 
     // z = (first + second term of x) (first + second term of a matrix), without the product of the first ones.
@@ -219,27 +241,31 @@ struct StateLoop {
         for (int i = 0; i < 16; i++) x[i] += 8 * (i / 4) + pair + i % 2 >= first ? z[i] : 0.0f;
     }
 
+    // Where O of an item goes, from chunk `first` on.
+    __device__ __forceinline__ void outputs_to(const Item &item, int first) {
+        const int lane = threadIdx.x % 32;
+        const int64_t at = item.batch * p.o.stride[0] + int64_t{item.bos + first * kChunk + lane / 2} * p.o.stride[1] +
+                           item.head * p.o.stride[2] + 64 * kGroups * item.piece + threadIdx.x / 32 * 16 + lane % 2 * 8;
+        g_o = p.o.data + 2 * at;
+    }
+
     // O through the warp's own shared memory to global memory: two lanes a row, whole sectors of 32 bytes. Nothing of it is V's
     // place: the fence that the next copy to there would need waits for the stores to global memory as well.
-    __device__ __forceinline__ void store(const DeltaParams &p, const Item &item) {
-        const int lane = opaque_lane(), warp = opaque_warp();
-        const uint32_t own = ptx::shared_address(smem.o[warp]);
-        const auto unit_at = [&](int row, int unit) { return own + row * 32 + ((unit ^ (row >> 2 & 1)) << 4); };
-        const uint32_t to = unit_at((lane & 7) + (lane & 16) / 2, (lane & 8) / 8);
-#pragma unroll
-        for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(to + i * 512, packed[i]);
-        const int64_t stride = p.o.stride[1];
-        uint16_t *g_o = reinterpret_cast<uint16_t *>(p.o.data) + item.batch * p.o.stride[0] + (item.bos + pending) * stride +
-                        item.head * p.o.stride[2] + 64 * kGroups * item.piece + 16 * warp;
-        const int rows = item.length - pending;
+    __device__ __forceinline__ void gather(uint4 (&o)[2]) const {
         __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(lane_to + i * 512, packed[i]);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; i++) o[i] = ptx::ld_shared_v4_u32(lane_from + i * 512);
+    }
+    __device__ __forceinline__ void store(const uint4 (&o)[2]) {
+        if (pending == 0) return;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = 16 * i + lane / 2, unit = lane % 2;
-            const uint4 v = ptx::ld_shared_v4_u32(unit_at(row, unit));
-            if (row < rows) *reinterpret_cast<uint4 *>(g_o + row * stride + 8 * unit) = v;
+            if (16 * i + static_cast<int>(threadIdx.x % 32) / 2 < pending) *reinterpret_cast<uint4 *>(g_o) = o[i];
+            g_o += 32 * p.o.stride[1];
         }
-        __syncwarp();
     }
 
     __device__ __forceinline__ void give_back(const RingState<kStages> &used) {
@@ -293,7 +319,7 @@ template <class T, int kGroups, bool kOutputs>
 __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGroups> &smem, int group) {
     const DeltaParams &p = params.p;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
-    StateLoop<T, kGroups, kOutputs> loop{smem, {}, {}, -1};
+    StateLoop<T, kGroups, kOutputs> loop(p, smem);
     float s[64];
     if (kOutputs && params.cut != 0) ptx::griddepcontrol_wait();  // the joined states
     for (uint32_t round = 0;; round++) {
@@ -312,9 +338,11 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         if (range.first >= range.end && !(item.length == 0 && params.first_chunk == 0)) continue;
         const int v = 64 * (kGroups * item.piece + group) + 16 * warp + lane / 4, k = 2 * (lane % 4);
         begin(s, params, item, range, kOutputs, v, k);
+        if constexpr (kOutputs) loop.outputs_to(item, range.first);
+        const int length = item.length;
         for (int c = range.first; c < range.end; c++) {
             const int at = c * kChunk, every = static_cast<int>(p.checkpoint_every);
-            loop.chunk(s, params, item, at);
+            loop.chunk(s, item, length - at);
             if (kOutputs && every && at + kChunk <= item.length && (at + kChunk) % every == 0) {
                 const int64_t to = checkpoint_row(p, item.sequence, (at + kChunk) / every - 1);
                 if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
@@ -324,7 +352,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
             const bool m = item.from_identity;
             store_state(s, segment_states(params, m), item.slot + item.segment - m, item.head, v, k);
         } else {
-            loop.flush(p, item);
+            loop.flush();
             if (!range.last) continue;
             if (range.end < chunks_of(item.length)) {
                 store_state(s, carried(params), item.sequence, item.head, v, k);

@@ -184,21 +184,11 @@ __device__ __forceinline__ uint32_t lane_row(uint32_t first, int row, int quad) 
     return first + row_offset(row) + (((quad >> 1) ^ ((row >> 2) & 1)) << 4) + (quad & 1) * 8;
 }
 
-// Products from the start of the lane's group of four tokens and to its end, and those of the groups around it.
-struct Products {
-    float pre[16], suf[12], before[4], after[4], total[4];
+// Of the lane's four channels: the decay of nodes of 4, 8, 16 tokens, and in the chunk's node around it what comes before the lane's
+// group of four tokens and after it.
+struct Nodes {
+    float total[4], before[4] = {1.0f, 1.0f, 1.0f, 1.0f}, after[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 
-    __device__ __forceinline__ explicit Products(const float (&a)[16]) {
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            pre[c] = a[c], suf[8 + c] = a[12 + c];
-#pragma unroll
-            for (int i = 1; i < 4; i++) pre[4 * i + c] = pre[4 * i - 4 + c] * a[4 * i + c];
-#pragma unroll
-            for (int i = 1; i >= 0; i--) suf[4 * i + c] = suf[4 * i + 4 + c] * a[4 * i + 4 + c];
-            total[c] = pre[12 + c], before[c] = after[c] = 1.0f;
-        }
-    }
     // From nodes of 4 << level tokens to nodes twice as large.
     __device__ __forceinline__ void widen(int level, bool upper) {
 #pragma unroll
@@ -207,20 +197,27 @@ struct Products {
             before[c] *= upper ? other : 1.0f, after[c] *= upper ? 1.0f : other, total[c] *= other;
         }
     }
-    // k of token i times the decay to the end of the chunk.
-    __device__ __forceinline__ void end(float (&x)[4], const float (&kk)[16], int i) const {
-#pragma unroll
-        for (int c = 0; c < 4; c++)
-            x[c] = kk[4 * i + c] * (i == 3 ? after[c] : suf[i == 3 ? 0 : 4 * i + c] * after[c]);
-    }
 };
+
+// x times the decay from each token to the end of the group.
+__device__ __forceinline__ void to_group_end(float (&x)[16], const float (&a)[16]) {
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        float f = a[12 + c];
+#pragma unroll
+        for (int i = 2; i >= 0; i--) {
+            x[4 * i + c] *= f;
+            if (i > 0) f *= a[4 * i + c];
+        }
+    }
+}
 
 // One k-step: all levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
 template <class T>
-__device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSmem &smem, int w, int step, Operands &g_to) {
+__device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSmem &smem, int w, int step, Operands *g_operands) {
     const Lanes at;
     const int G = at.group, in_block = G & 3;
-    const uint32_t tiles = ptx::shared_address(smem.k), scratch = ptx::shared_address(smem.scratch) + w * kScratchBytes;
+    const uint32_t tiles = ptx::shared_address(smem.k), scratch = ptx::shared_address(smem.warp[w].scratch);
     const uint32_t raw = at.raw<Tile>(w, step), block = scratch + G / 4 * kBlockBytes;
     float kk[16], qq[16];
     load_unit<T>(kk, tiles, raw, smem.inverse_k + 4 * G), load_unit<T>(qq, tiles + Tile::kBytes, raw, smem.inverse_q + 4 * G);
@@ -251,7 +248,20 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
     add_level<0>(scratch, at.lane, sums);
     add_level<1>(scratch + kLevelBytes, at.lane, sums);
     __syncwarp();
-    Products x(a);
+    // k and q times the decay since the start of the group; kk becomes k times the decay to its end.
+    Nodes nodes;
+    float kp[16];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        float f = a[c];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i > 0) f *= a[4 * i + c];
+            kp[4 * i + c] = kk[4 * i + c] * f, qq[4 * i + c] *= f;
+        }
+        nodes.total[c] = f;
+    }
+    to_group_end(kk, a);
 #pragma unroll
     for (int level = 0; level < 3; level++) {  // 4, 8, 16
         const bool upper = (G >> level) & 1;
@@ -262,18 +272,17 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
         const uint32_t to_q = row_offset(level == 2 ? 16 : 8);
         float outside[4];
 #pragma unroll
-        for (int c = 0; c < 4; c++) outside[c] = upper ? x.before[c] : x.after[c];
+        for (int c = 0; c < 4; c++) outside[c] = upper ? nodes.before[c] : nodes.after[c];
         if (level == 2) __syncwarp();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float f[4];
+            float k[4];
 #pragma unroll
-            for (int c = 0; c < 4; c++)
-                f[c] = (upper ? x.pre[4 * i + c] : i == 3 ? 1.0f : x.suf[i == 3 ? 0 : 4 * i + c]) * outside[c];
-            store_words(first + i * 32, times(&kk[4 * i], f));
-            if (upper) store_words(first + i * 32 + to_q, times(&qq[4 * i], f));
+            for (int c = 0; c < 4; c++) k[c] = upper ? kp[4 * i + c] : kk[4 * i + c];
+            store_words(first + i * 32, times(k, outside));
+            if (upper) store_words(first + i * 32 + to_q, times(&qq[4 * i], outside));
         }
-        x.widen(level, upper);
+        nodes.widen(level, upper);
         if (level == 1) {
             __syncwarp();
             add_level<2>(scratch, at.lane, sums);
@@ -282,29 +291,26 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
     }
     __syncwarp();
     add_top_level(scratch, at.lane, sums);
-    if (G == 0)
-        *reinterpret_cast<float4 *>(&smem.factors.gamma[32 * w + 16 * step + 4 * at.quad]) =
-            make_float4(x.total[0], x.total[1], x.total[2], x.total[3]);
-    const uint32_t start = at.raw<Pair>(w, step);
-    const auto put = [&](uint8_t *g_tile, int i, uint32_t y, uint32_t z) {
-        *reinterpret_cast<uint2 *>(g_tile + Lanes::token(start, i)) = make_uint2(y, z);
+    if (G == 0) {
+        float *to = &smem.factors.gamma[gamma_place(32 * w + 16 * step + 4 * at.quad)];
+        *reinterpret_cast<float2 *>(to) = make_float2(nodes.total[0], nodes.total[1]);
+        *reinterpret_cast<float2 *>(to + 4) = make_float2(nodes.total[2], nodes.total[3]);
+    }
+    uint32_t chunk[1] = {blockIdx.x};
+    ptx::register_fence(chunk);
+    Operands &g_to = g_operands[chunk[0]];
+    uint8_t *g_start = g_to.start + at.raw<Pair>(w, step), *g_end = g_to.k_end + raw;
+    const auto put = [&](uint8_t *g_tile, const float *x, const float *f) {
+        *reinterpret_cast<uint2 *>(g_tile) =
+            make_uint2(ptx::cvt_rn_x2<T>(x[0] * f[0], x[1] * f[1]), ptx::cvt_rn_x2<T>(x[2] * f[2], x[3] * f[3]));
     };
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float f[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) f[c] = x.pre[4 * i + c] * x.before[c];
-        put(g_to.start, i, ptx::cvt_rn_x2<T>(kk[4 * i] * f[0], kk[4 * i + 1] * f[1]),
-            ptx::cvt_rn_x2<T>(kk[4 * i + 2] * f[2], kk[4 * i + 3] * f[3]));
-        put(g_to.start + kChunk * 128, i, ptx::cvt_rn_x2<T>(qq[4 * i] * f[0], qq[4 * i + 1] * f[1]),
-            ptx::cvt_rn_x2<T>(qq[4 * i + 2] * f[2], qq[4 * i + 3] * f[3]));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float end[4];
-        x.end(end, kk, i);
-        const Words v = f16_words(end);
-        *reinterpret_cast<uint2 *>(g_to.k_end + Lanes::token(raw, i)) = make_uint2(v.x, v.y);
+        const int to = Lanes::token(raw, i) - raw;  // the same in both tiles
+        put(g_start + to, &kp[4 * i], nodes.before);
+        put(g_start + to + kChunk * 128, &qq[4 * i], nodes.before);
+        const Words end = times(&kk[4 * i], nodes.after);
+        *reinterpret_cast<uint2 *>(g_end + to) = make_uint2(end.x, end.y);
     }
 }
 
@@ -315,13 +321,17 @@ __device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSme
     const uint32_t raw = at.raw<Tile>(w, step);
     float kk[16];
     load_unit<T>(kk, ptx::shared_address(smem.k), raw, smem.inverse_k + 4 * at.group);
-    Products x(a);
+    Nodes nodes;
 #pragma unroll
-    for (int level = 0; level < 3; level++) x.widen(level, (at.group >> level) & 1);
+    for (int c = 0; c < 4; c++) nodes.total[c] = a[c] * a[4 + c] * a[8 + c] * a[12 + c];
+    to_group_end(kk, a);
+#pragma unroll
+    for (int level = 0; level < 3; level++) nodes.widen(level, (at.group >> level) & 1);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float end[4];
-        x.end(end, kk, i);
+#pragma unroll
+        for (int c = 0; c < 4; c++) end[c] = kk[4 * i + c] * nodes.after[c];
         const Words v = f16_words(end);
         const float2 v0 = unpack(__half(), v.x), v1 = unpack(__half(), v.y);
         const float low[4] = {end[0] - v0.x, end[1] - v0.y, end[2] - v1.x, end[3] - v1.y};
@@ -332,7 +342,7 @@ __device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSme
 
 // q_t k_t, and the squares. w: warp.
 template <class T>
-__device__ __forceinline__ void same_token(uint32_t k, int w, Partial &partial) {
+__device__ __forceinline__ void same_token(uint32_t k, int w, PrepSmem &smem) {
     const int lane = opaque_lane(), g = lane >> 2, m = lane >> 3;
     const uint32_t panel = w / 2 * Tile::kPanelStrideBytes + (lane & 7) * 128;
     const uint32_t rows = k + (m & 1) * Tile::kBytes + panel + ((((w & 1) * 4 + (m >> 1)) ^ (lane & 7)) << 4);
@@ -352,9 +362,9 @@ __device__ __forceinline__ void same_token(uint32_t k, int w, Partial &partial) 
         ptx::mma_m16n8k16<T>(e, y, c[2], c[3]);
         ptx::mma_m16n8k16<T>(d, y, b[2], b[3]);
         if (diagonal) {
-            partial.kk[8 * block + g] = g & 1 ? d[1] : d[0];
-            partial.qk[8 * block + g] = g & 1 ? d[3] : d[2];
-            partial.qq[8 * block + g] = g & 1 ? e[3] : e[2];
+            smem.kk[w][8 * block + g] = g & 1 ? d[1] : d[0];
+            smem.qk[w][8 * block + g] = g & 1 ? d[3] : d[2];
+            smem.qq[w][8 * block + g] = g & 1 ? e[3] : e[2];
         }
     }
 }
