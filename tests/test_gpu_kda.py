@@ -175,7 +175,7 @@ def test_slabs_do_not_show(generator):
 CUT = {
     "one": (3000,),
     "packed": (1600, 0, 70, 700),
-    "equal": (700, 700, 710),
+    "equal": (1000, 1000, 1010),
     "tail": (2049,),
 }
 

@@ -97,7 +97,7 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     DeviceGuard guard(p.device);
     const TensorMaps maps = {tile_map("q", p.q, p, p.H, 64, 128), tile_map("k", p.k, p, p.H, 64, 128),
-                             tile_map("v", p.v, p, p.HV, 64, 128), tile_map("g", p.g, p, p.HV, kD, 0)};
+                             tile_map("v", p.v, p, p.HV, 64, 128), tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
     KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};

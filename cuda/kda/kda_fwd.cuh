@@ -50,7 +50,10 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
     RingState<kStages> stage;
     ptx::griddepcontrol_wait();  // the operands
     for (uint32_t round = 0;; round++) {
-        const Item item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
+        Item &item = smem.item[4 * kGroups];  // its numbers are not kept in registers
+        __syncwarp();
+        item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
+        __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) continue;
         const ItemRange range(params, item);

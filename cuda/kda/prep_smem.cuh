@@ -33,7 +33,7 @@ struct alignas(1024) PrepSmem {
     };
     float kk[4][kChunk], qk[4][kChunk], qq[4][kChunk];  // sums of one token, one a warp
     Factors factors;
-    float inverse_k[kChunk], inverse_q[kChunk];  // powers of 2 near 1/|k|, 1/|q|
+    float inverse_k[4][kChunk], inverse_q[4][kChunk];  // powers of 2 near 1/|k|, 1/|q|; each warp has its own
     float diagonal[kChunk], beta_k[kChunk];      // of A; as in the factors
     float bias[kD], amplitude;                   // of the gates: see activate()
     int rows;                                    // tokens of the chunk

@@ -52,7 +52,10 @@ __global__ void __launch_bounds__(128, 3)
                                        2 * Tile::kBytes + kChunk * kD * static_cast<uint32_t>(p.g.dtype == DType::F32 ? 4 : 2));
         load_tile(k, &maps.k, landed, head_qk, token, batch);
         load_tile(k + Tile::kBytes, &maps.q, landed, head_qk, token, batch);
-        ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g), &maps.g, landed, 0, head, token, batch);
+        const int width = p.g.dtype == DType::F32 ? 32 : 64;  // channels of a panel
+        for (int panel = 0; panel < kD / width; panel++)
+            ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g) + panel * kChunk * 128, &maps.g, landed, panel * width,
+                                              head, token, batch);
     }
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
     // An infinite amplitude would make inf x 0.
@@ -73,8 +76,8 @@ __global__ void __launch_bounds__(128, 3)
     }
     same_token<T>(k, w, smem);
     __syncthreads();
-    if (w == 3) token_factors(params, smem, lane, rows, beta);
-    __syncthreads();
+    token_factors(params, smem, w, lane, rows, beta);
+    __syncwarp();
     // Numbers that the tree's registers have no room for come from shared memory.
     const auto decays = [&](float(&a)[16], int step) {
         load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
@@ -97,14 +100,15 @@ __global__ void __launch_bounds__(128, 3)
     __syncthreads();
     float x[8];
     add_partials(x, smem, thread);
+    Operands &to = params.g_operands[blockIdx.x];
+    const uint32_t a_at = Square::offset(thread / 4, 8 * (thread % 4));
+    put8<__half>(to.a + a_at, x);
     __syncthreads();
     if (w == 0) invert_diagonal(smem, lane);
     if (w == 1) find_precise(smem, lane);
     __syncthreads();
-    Operands &to = params.g_operands[blockIdx.x];
     const bool precise = smem.factors.first_precise < kChunk;
-    const uint32_t a_at = Square::offset(thread / 4, 8 * (thread % 4));
-    put8<__half>(to.a + a_at, precise ? to.a_low + a_at : nullptr, x);
+    if (precise) put8_low<__half>(to.a_low + a_at, x);
     lower_left_first<T>(to, precise, smem, thread);
     __syncthreads();
     lower_left_second<T>(to, precise, smem, thread);

@@ -19,7 +19,7 @@ constexpr int kUncut = INT32_MAX / 2;
 constexpr __host__ __device__ __forceinline__ int transitions_of(int segments) { return segments < 2 ? 0 : 2 * segments - 3; }
 
 // In 1/25 of what a chunk takes uncut in a CTA of 64 columns: both scans of a chunk, a hop of the states, launches.
-constexpr int kUncutCost = 25, kChunkCost = 54, kHopCost = 20, kLaunchCost = 200;
+constexpr int kUncutCost = 25, kChunkCost = 72, kHopCost = 25, kLaunchCost = 200;
 
 constexpr __host__ __device__ __forceinline__ bool cut_pays(int segment_chunks, int longest) {
     return int64_t{kChunkCost} * segment_chunks + kHopCost * ((longest - 1) / segment_chunks) + kLaunchCost <

@@ -18,20 +18,21 @@ __device__ __forceinline__ float inverse_length(float squares) {
     return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
 }
 
-// By 32 threads, a token each. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
-__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int token, int rows, float beta) {
+// By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing. The
+// last warp makes the factors, too.
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int w, int token, int rows, float beta) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 4; w++)
-        kk += smem.kk[w][token], qk += smem.qk[w][token], qq += smem.qq[w][token];
+    for (int i = 0; i < 4; i++) kk += smem.kk[i][token], qk += smem.qk[i][token], qq += smem.qq[i][token];
     const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
+    smem.inverse_k[w][token] = inverse_k, smem.inverse_q[w][token] = inverse_q;
+    if (w != 3) return;
     const float length_k = (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
     const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (p.beta_form == BetaForm::LogitsX2) beta += beta;
     beta = token < rows ? beta : 0.0f;
-    smem.inverse_k[token] = inverse_k, smem.inverse_q[token] = inverse_q;
     smem.diagonal[token] = qk * inverse_k * inverse_q;
     float *to = &smem.factors.beta[token / 2].x + token % 2;
     to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
@@ -45,20 +46,21 @@ __device__ __forceinline__ void ld8(float (&x)[8], const float *s_from) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// Eight numbers of a row to a square in global memory; what that leaves to another, unless null.
+// Eight numbers of a row to a square in global memory; and what that leaves.
 template <class T>
-__device__ __forceinline__ void put8(uint8_t *g_to, uint8_t *g_low, const float (&x)[8]) {
-    uint32_t high[4], low[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) high[j] = ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]);
-    *reinterpret_cast<uint4 *>(g_to) = make_uint4(high[0], high[1], high[2], high[3]);
-    if (!g_low) return;
+__device__ __forceinline__ void put8(uint8_t *g_to, const float (&x)[8]) {
+    *reinterpret_cast<uint4 *>(g_to) = make_uint4(ptx::cvt_rn_x2<T>(x[0], x[1]), ptx::cvt_rn_x2<T>(x[2], x[3]),
+                                                  ptx::cvt_rn_x2<T>(x[4], x[5]), ptx::cvt_rn_x2<T>(x[6], x[7]));
+}
+template <class T>
+__device__ __forceinline__ void put8_low(uint8_t *g_to, const float (&x)[8]) {
+    float low[8];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float2 rounded = unpack(T(), high[j]);
-        low[j] = ptx::cvt_rn_x2<T>(x[2 * j] - rounded.x, x[2 * j + 1] - rounded.y);
+        const float2 rounded = unpack(T(), ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]));
+        low[2 * j] = x[2 * j] - rounded.x, low[2 * j + 1] = x[2 * j + 1] - rounded.y;
     }
-    *reinterpret_cast<uint4 *>(g_low) = make_uint4(low[0], low[1], low[2], low[3]);
+    put8<T>(g_to, low);
 }
 
 // Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it. x: A's.
@@ -147,7 +149,8 @@ __device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, P
         for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] : 0.0f;
     }
     const uint32_t at = Square::offset(row, column);
-    put8<T>(g_to.t + at, precise ? g_to.t_low + at : nullptr, x);
+    put8<T>(g_to.t + at, x);
+    if (precise) put8_low<T>(g_to.t_low + at, x);
 }
 
 template <class T>

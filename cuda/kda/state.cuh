@@ -157,17 +157,19 @@ struct StateLoop {
             to[0] *= f.x, to[1] *= f.y, to[2] *= f.x, to[3] *= f.y, to[4] *= f.z, to[5] *= f.w, to[6] *= f.z, to[7] *= f.w;
         }
         float2 scale[4];
-        if constexpr (kOutputs) {
+        const auto load_scale = [&] {
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 scale[j] = ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors, scale_q) + 32 * j);
-        }
+        };
+        if constexpr (kOutputs && !kPrecise) load_scale();
         ptx::wgmma_wait_group<kOutputs && !kPrecise ? 1 : 0>();
         ptx::register_fence(grown);
 #pragma unroll
         for (int i = 0; i < 64; i++) s[i] = fmaf(grown[i], down[i / 2 % 2], s[i]);
         if constexpr (!kOutputs) return;
         if constexpr (kPrecise) {
+            load_scale();
             ptx::register_fence(y);
             issue<__half, ptx::Major::K, Square>(y, fu, a, false);
             add_second_terms<__half>(z, fu, low, a, a + kLow);
@@ -318,7 +320,7 @@ __device__ __forceinline__ void begin(float (&s)[64], const KernelParams &params
 template <class T, int kGroups, bool kOutputs>
 __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGroups> &smem, int group) {
     const DeltaParams &p = params.p;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     StateLoop<T, kGroups, kOutputs> loop(p, smem);
     float s[64];
     if (kOutputs && params.cut != 0) ptx::griddepcontrol_wait();  // the joined states
@@ -336,8 +338,10 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         const ItemRange range(params, item);
         // Empty sequences hand their states on in the first slab.
         if (range.first >= range.end && !(item.length == 0 && params.first_chunk == 0)) continue;
-        const int v = 64 * (kGroups * item.piece + group) + 16 * warp + lane / 4, k = 2 * (lane % 4);
-        begin(s, params, item, range, kOutputs, v, k);
+        // The lane's place in a state, found again where it is used.
+        const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
+        const auto k = [&] { return 2 * (opaque_lane() % 4); };
+        begin(s, params, item, range, kOutputs, v(), k());
         if constexpr (kOutputs) loop.outputs_to(item, range.first);
         const int length = item.length;
         for (int c = range.first; c < range.end; c++) {
@@ -345,20 +349,20 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
             loop.chunk(s, item, length - at);
             if (kOutputs && every && at + kChunk <= item.length && (at + kChunk) % every == 0) {
                 const int64_t to = checkpoint_row(p, item.sequence, (at + kChunk) / every - 1);
-                if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
+                if (to >= 0) store_state(s, p.checkpoints, to, item.head, v(), k());
             }
         }
         if constexpr (!kOutputs) {  // N goes where the state after it will be
             const bool m = item.from_identity;
-            store_state(s, segment_states(params, m), item.slot + item.segment - m, item.head, v, k);
+            store_state(s, segment_states(params, m), item.slot + item.segment - m, item.head, v(), k());
         } else {
             loop.flush();
             if (!range.last) continue;
             if (range.end < chunks_of(item.length)) {
-                store_state(s, carried(params), item.sequence, item.head, v, k);
+                store_state(s, carried(params), item.sequence, item.head, v(), k());
             } else if (p.state_out) {
                 const int to = pool_row(p.write_indices, item.sequence, p.F);
-                if (to >= 0) store_state(s, p.state_out, to, item.head, v, k);
+                if (to >= 0) store_state(s, p.state_out, to, item.head, v(), k());
             }
         }
     }

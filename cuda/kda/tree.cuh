@@ -88,22 +88,23 @@ __device__ __forceinline__ void load_unit(float (&x)[16], uint32_t tile, uint32_
     }
 }
 
-// Gate inputs of four tokens of four neighbouring channels, x[4 i + c].
+// Gate inputs of four tokens of four neighbouring channels, x[4 i + c]. The tile's panels are 128 bytes wide, swizzled.
 __device__ __forceinline__ void load_gates(float (&x)[16], uint32_t tile, DType dtype, int w, int step) {
     const Lanes at;
-    const int element = 4 * at.group * kD + 32 * w + 16 * step + 4 * at.quad;
     if (dtype == DType::F32) {
+        const uint32_t raw = (w * (kChunk * 128) + at.group * 512 + step * 64 + at.quad * 16) ^ (at.group & 1) << 6;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float4 v = ptx::ld_shared_v4_f32(tile + 4 * (element + i * kD));
+            const float4 v = ptx::ld_shared_v4_f32(tile + Lanes::token(raw, i));
             x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
         }
         return;
     }
+    const uint32_t raw = at.raw<Tile>(w, step);
+    const bool bf16 = dtype == DType::BF16;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const Words v = load_words(tile + 2 * (element + i * kD));
-        const bool bf16 = dtype == DType::BF16;
+        const Words v = load_words(tile + Lanes::token(raw, i));
         const float2 a = bf16 ? unpack(__nv_bfloat16(), v.x) : unpack(__half(), v.x);
         const float2 b = bf16 ? unpack(__nv_bfloat16(), v.y) : unpack(__half(), v.y);
         x[4 * i] = a.x, x[4 * i + 1] = a.y, x[4 * i + 2] = b.x, x[4 * i + 3] = b.y;
@@ -220,7 +221,7 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
     const uint32_t tiles = ptx::shared_address(smem.k), scratch = ptx::shared_address(smem.warp[w].scratch);
     const uint32_t raw = at.raw<Tile>(w, step), block = scratch + G / 4 * kBlockBytes;
     float kk[16], qq[16];
-    load_unit<T>(kk, tiles, raw, smem.inverse_k + 4 * G), load_unit<T>(qq, tiles + Tile::kBytes, raw, smem.inverse_q + 4 * G);
+    load_unit<T>(kk, tiles, raw, smem.inverse_k[w] + 4 * G), load_unit<T>(qq, tiles + Tile::kBytes, raw, smem.inverse_q[w] + 4 * G);
     __syncwarp();
     {  // levels 1 and 2: rows 2 in_block and the one after it; the other section of scratch is the other level's
         const uint32_t one = lane_row(block, 2 * in_block, at.quad), two = one + kLevelBytes;
@@ -320,7 +321,7 @@ __device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSme
     const Lanes at;
     const uint32_t raw = at.raw<Tile>(w, step);
     float kk[16];
-    load_unit<T>(kk, ptx::shared_address(smem.k), raw, smem.inverse_k + 4 * at.group);
+    load_unit<T>(kk, ptx::shared_address(smem.k), raw, smem.inverse_k[w] + 4 * at.group);
     Nodes nodes;
 #pragma unroll
     for (int c = 0; c < 4; c++) nodes.total[c] = a[c] * a[4 + c] * a[8 + c] * a[12 + c];
