@@ -174,8 +174,8 @@ def test_slabs_do_not_show(generator):
 
 CUT = {
     "one": (3000,),
-    "packed": (1600, 0, 70, 700),
-    "equal": (1000, 1000, 1010),
+    "packed": (2000, 0, 70, 700),
+    "equal": (2000, 2000, 2010),
     "tail": (2049,),
 }
 
@@ -195,7 +195,7 @@ def test_cut_sequences(gpu, lengths, options):
 
 
 def test_cut_dense(gpu):
-    case = Case("kda", (1200,) * 3, 2, 2, 128, 128, "bf16", packed=False)
+    case = Case("kda", (2000,) * 3, 2, 2, 128, 128, "bf16", packed=False)
     check_chunked(case, forward(gpu, case))
 
 

@@ -13,8 +13,8 @@ __device__ __forceinline__ int chunks_of_sequence(const KernelParams &params, in
     return chunks_of(length);
 }
 
-// Sequence of chunk `index` of the call, in the order of the sequences, and its number there; false past the end. By a converged
-// warp, the same in every lane.
+// Sequence of chunk `index` of the call, in the order of the sequences, and its number there; false past the end. By a
+// converged warp, the same in every lane.
 __device__ __forceinline__ bool find_chunk(const KernelParams &params, int index, int &sequence, int &within) {
     const int N = static_cast<int>(params.p.N), lane = threadIdx.x % 32;
     if (!params.p.cu_seqlens) {

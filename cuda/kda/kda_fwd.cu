@@ -1,5 +1,5 @@
-// What a kda_fwd call becomes: for each slab of chunks, the preparation and the scan, or, where sequences are cut into segments, the
-// preparation, the segments' transitions, their join, and the scan.
+// What a kda_fwd call becomes: for each slab of chunks, the preparation and the scan, or, where sequences are cut into
+// segments, the preparation, the segments' transitions, their join, and the scan.
 #include "kda.h"
 
 #include "common/device_guard.h"
@@ -47,9 +47,10 @@ static CUtensorMap tile_map(const char *name, const Tensor &t, const DeltaParams
                            swizzle);
 }
 
-void launch_join(const KernelParams &params) {
+void launch_join(const KernelParams &params, int multiprocessors) {
+    const int64_t slices = params.p.N * params.p.HV * (kD / kJoinColumns);
     LaunchConfig config;
-    config.grid.x = params.p.N * params.p.HV * (kD / kJoinColumns);
+    config.grid.x = slices < multiprocessors ? slices : multiprocessors;
     config.block.x = 2 * kD;
     config.smem_bytes = sizeof(SegmentJoinSmem);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
@@ -57,11 +58,11 @@ void launch_join(const KernelParams &params) {
     launch("kda_fwd_join_kernel", kda_fwd_join_kernel, config, params);
 }
 
-// Segments that all sequences may have together, 0 where sequences are not cut: asked not to, too few multiprocessors, or too short
-// for it to pay. Where the lengths of several sequences are not known here, the device has the last word.
+// Segments that all sequences may have together, 0 where sequences are not cut: asked not to, too few multiprocessors, or too
+// short for it to pay. Where the lengths of several sequences are not known here, the device has the last word.
 static int cut(const DeltaParams &p, const Slabs &slabs, int multiprocessors) {
     const int64_t most = multiprocessors / p.HV;
-    if (p.splits == 1 || p.N > kMaxCutSequences || 5 * p.N > 2 * most) return 0;
+    if (p.splits == 1 || p.N > kMaxCutSequences || 4 * p.N > most) return 0;
     const int64_t each = p.cu_seqlens ? most - (p.N - 1) : most / p.N, segments = (each + 3) / 2 < each ? (each + 3) / 2 : each;
     int64_t longest = (p.T + kChunk - 1) / kChunk;
     if (longest > slabs.length) longest = slabs.length;
@@ -97,7 +98,8 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     DeviceGuard guard(p.device);
     const TensorMaps maps = {tile_map("q", p.q, p, p.H, 64, 128), tile_map("k", p.k, p, p.H, 64, 128),
-                             tile_map("v", p.v, p, p.HV, 64, 128), tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
+                             tile_map("v", p.v, p, p.HV, 64, 128),
+                             tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
     KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};

@@ -29,7 +29,9 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<kGro
     constexpr uint32_t kKEnd = offsetof(Operands, k_end), kA = offsetof(Operands, a), kFactors = offsetof(Operands, factors);
     constexpr uint32_t kHalf = Pair::kPanelStrideBytes / 2, kPlain = offsetof(Operands, k_end_low);
     const uint32_t end = low ? sizeof(Operands) : kPlain;
-    const auto copy = [&](uint32_t first, uint32_t bytes) { ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full); };
+    const auto copy = [&](uint32_t first, uint32_t bytes) {
+        ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full);
+    };
     if (kOutputs) {
         ptx::mbarrier_arrive_expect_tx(full, end + sizeof(smem.v[0]));
         copy(0, end);
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     }
 }
 
-void launch_join(const KernelParams &params);  // kda_fwd.cu
+void launch_join(const KernelParams &params, int multiprocessors);  // kda_fwd.cu
 
 template <class T, int kGroups, bool kOutputs>
 void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
@@ -111,7 +113,7 @@ void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chu
     launch_prepare<T>(params, maps, chunks);
     if (params.cut != 0) {
         launch_scan<T, 2, false>(params, maps, multiprocessors);
-        launch_join(params);
+        launch_join(params, multiprocessors);
         launch_scan<T, 2, true>(params, maps, multiprocessors);
     } else if (2 * params.p.N * params.p.HV <= multiprocessors) {
         launch_scan<T, 1, true>(params, maps, multiprocessors);

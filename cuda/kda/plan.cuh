@@ -34,7 +34,8 @@ struct ItemRange : SlabRange {
 // How sequences are cut (segments.cuh).
 struct Cut {
     int segment_chunks;
-    int items_before[kMaxCutSequences], slots_before[kMaxCutSequences];  // of the sequences before: items of a head, segments but the first
+    int items_before[kMaxCutSequences],
+        slots_before[kMaxCutSequences];  // of the sequences before: items of a head, segments but the first
     int segments[kMaxCutSequences];
 
     // Sum over the lanes before this one, and over all.
@@ -125,7 +126,8 @@ struct Plan {
         const int N = static_cast<int>(p.N);
         if (threadIdx.x < 32) {
             const int count = params.cut == 0 ? N : cut.make(params, outputs);
-            if (threadIdx.x == 0) items = static_cast<uint32_t>(count) * static_cast<uint32_t>(p.HV) * static_cast<uint32_t>(pieces);
+            if (threadIdx.x == 0)
+                items = static_cast<uint32_t>(count) * static_cast<uint32_t>(p.HV) * static_cast<uint32_t>(pieces);
         }
         __syncthreads();
         if (!in_order(params)) return;

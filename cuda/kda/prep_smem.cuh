@@ -34,9 +34,9 @@ struct alignas(1024) PrepSmem {
     float kk[4][kChunk], qk[4][kChunk], qq[4][kChunk];  // sums of one token, one a warp
     Factors factors;
     float inverse_k[4][kChunk], inverse_q[4][kChunk];  // powers of 2 near 1/|k|, 1/|q|; each warp has its own
-    float diagonal[kChunk], beta_k[kChunk];      // of A; as in the factors
-    float bias[kD], amplitude;                   // of the gates: see activate()
-    int rows;                                    // tokens of the chunk
+    float diagonal[kChunk], beta_k[kChunk];            // of A; as in the factors
+    float bias[kD], amplitude;                         // of the gates: see activate()
+    int rows;                                          // tokens of the chunk
     uint64_t landed;
 };
 static_assert(4 * (sizeof(PrepSmem) + 1024) <= 228 * 1024, "four CTAs on an SM");

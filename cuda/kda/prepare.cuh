@@ -2,8 +2,8 @@
 //
 //   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh);  T^ = (I + L)^-1 (solve.cuh)
 //
-// Grid: chunks of the slab x value heads, one CTA each. Block: four warps, 32 channels each, their sums joined in shared memory.
-// Three CTAs on an SM: what counts here is latency, of loads, shared memory and barriers.
+// Grid: chunks of the slab x value heads, one CTA each. Block: four warps, 32 channels each, their sums joined in shared
+// memory. Three CTAs on an SM: what counts here is latency, of loads, shared memory and barriers.
 #pragma once
 #include "common/launch.h"
 #include "ptx/cta.cuh"
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(128, 3)
         load_tile(k + Tile::kBytes, &maps.q, landed, head_qk, token, batch);
         const int width = p.g.dtype == DType::F32 ? 32 : 64;  // channels of a panel
         for (int panel = 0; panel < kD / width; panel++)
-            ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g) + panel * kChunk * 128, &maps.g, landed, panel * width,
-                                              head, token, batch);
+            ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g) + panel * kChunk * 128, &maps.g, landed,
+                                              panel * width, head, token, batch);
     }
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
     // An infinite amplitude would make inf x 0.
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(128, 3)
     token_factors(params, smem, w, lane, rows, beta);
     __syncwarp();
     // Numbers that the tree's registers have no room for come from shared memory.
-    const auto decays = [&](float(&a)[16], int step) {
+    const auto decays = [&](float (&a)[16], int step) {
         load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
         activate(a, params, smem.amplitude, ld4(&smem.bias[32 * w + 16 * step + lane % 4 * 4]));
         const int left = smem.rows - (opaque_lane() & ~3);

@@ -1,8 +1,8 @@
 // From the four warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with
 // L = diag(beta) M, in fp32 up to its last rounding.
 //
-// The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two plain
-// products spread over the 128 threads.
+// The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two
+// plain products spread over the 128 threads.
 #pragma once
 #include "common/fragments.cuh"
 #include "gates.cuh"
@@ -18,9 +18,10 @@ __device__ __forceinline__ float inverse_length(float squares) {
     return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
 }
 
-// By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing. The
-// last warp makes the factors, too.
-__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int w, int token, int rows, float beta) {
+// By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
+// The last warp makes the factors, too.
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int w, int token, int rows,
+                                              float beta) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
@@ -28,7 +29,8 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
     smem.inverse_k[w][token] = inverse_k, smem.inverse_q[w][token] = inverse_q;
     if (w != 3) return;
-    const float length_k = (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
+    const float length_k =
+        (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
     const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (p.beta_form == BetaForm::LogitsX2) beta += beta;

@@ -3,9 +3,9 @@
 //   X = beta_v V - beta_k K~ S;  U = X + T^ X;  O = scale_q (Q~ S + A U);  S = gamma S + K^^T U
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
-// U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a power
-// of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back.
-// A product of 32 columns takes as long as one of 64, so K~ and Q~ are one operand. Groups in issue order, per chunk:
+// U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a
+// power of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back. A
+// product of 32 columns takes as long as one of 64, so K~ and Q~ are one operand. Groups in issue order, per chunk:
 //   pack S -> [K~ S, Q~ S]; V and factors, O of the chunk before; wait 0; X -> [T^ X]; range of X, O to global memory; wait 0;
 //   U -> [K^ U], [A U]; S *= gamma; wait 1; S += ..; wait 0; O
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
@@ -43,8 +43,8 @@ struct StateLoop {
     // O of the chunk before, not stored yet: that happens while the next chunk's products run.
     // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
     uint32_t packed[2][4];
-    int pending = 0;  // its tokens up to the end of the sequence; 0: none
-    char *g_o;        // the lane's place for it
+    int pending = 0;                           // its tokens up to the end of the sequence; 0: none
+    char *g_o;                                 // the lane's place for it
     uint32_t lane_values, lane_to, lane_from;  // the lane's places in V and in `o`
 
     __device__ __forceinline__ StateLoop(const DeltaParams &params, ScanSmem<kGroups> &from) : p(params), smem(from) {
@@ -205,8 +205,8 @@ struct StateLoop {
         }
     }
 
-    // For each of the lane's two columns of V, a power of 2 that brings the largest of X to 2^2 .. 2^3, and its inverse: U, which
-    // may be larger by what T^ makes of it, has 2^13 left.
+    // For each of the lane's two columns of V, a power of 2 that brings the largest of X to 2^2 .. 2^3, and its inverse: U,
+    // which may be larger by what T^ makes of it, has 2^13 left.
     static __device__ __forceinline__ void range(float (&up)[2], float (&down)[2], const uint32_t (&fx)[2][4]) {
         uint32_t most[2];
 #pragma unroll

@@ -3,18 +3,19 @@
 //   M_ts = sum_c k_tc k_sc prod_{s<r<=t} a_rc, s < t;   A_ts the same with q_t, s <= t
 //
 // exact for any gates, -inf included, without a division or a difference of exponents: tokens s and t part at one boundary of a
-// binary tree, s in the lower half of a node of 2 h tokens, t in the upper one. The product up to the boundary goes to k_s, that
-// from it on to k_t and q_t; both are at most 1. Each level h = 16, 8, 4, 2, 1 is one set of operands.
+// binary tree, s in the lower half of a node of 2 h tokens, t in the upper one. The product up to the boundary goes to k_s,
+// that from it on to k_t and q_t; both are at most 1. Each level h = 16, 8, 4, 2, 1 is one set of operands.
 //
-// k and q are brought to a length of 1 to 2 first, by a power of 2. Operands are fp16, for bf16 inputs too: in bf16 a k times 0.999 would be k again,
-// for all channels alike, and the sums over U, which cancel where keys are alike, would keep that 0.001.
+// k and q are brought to a length of 1 to 2 first, by a power of 2. Operands are fp16, for bf16 inputs too: in bf16 a k times
+// 0.999 would be k again, for all channels alike, and the sums over U, which cancel where keys are alike, would keep that
+// 0.001.
 //
-// Lane = four tokens (group: lane / 4) of four neighbouring channels (quad: lane % 4), so that a warp has 16 channels, one k-step of
-// m16n8k16, at a time; it takes its two k-steps in a loop, because code that is run once a chunk comes from far away and costs
-// more than what it does. Products inside a group stay in the lane, those of whole groups come by shuffles. Operands go to the
-// warp's scratch: of a block of 16 tokens and a level, the eight upper tokens' k and q are the 16 rows, the eight lower tokens' k
-// the 8 columns; what lies outside the nodes is left away. Loads are grouped before stores: the wrappers of cuda/ptx are volatile,
-// and no load passes a store.
+// Lane = four tokens (group: lane / 4) of four neighbouring channels (quad: lane % 4), so that a warp has 16 channels, one
+// k-step of m16n8k16, at a time; it takes its two k-steps in a loop, because code that is run once a chunk comes from far away
+// and costs more than what it does. Products inside a group stay in the lane, those of whole groups come by shuffles. Operands
+// go to the warp's scratch: of a block of 16 tokens and a level, the eight upper tokens' k and q are the 16 rows, the eight
+// lower tokens' k the 8 columns; what lies outside the nodes is left away. Loads are grouped before stores: the wrappers of
+// cuda/ptx are volatile, and no load passes a store.
 #pragma once
 #include <cstddef>
 
@@ -39,8 +40,8 @@ struct Lanes {
     static __device__ __forceinline__ uint32_t token(uint32_t raw, int i) { return (raw ^ (i << 4)) + i * 128; }
 };
 
-// Scratch: rows of 16 channels in fp16. A row is moved on by one for each four before it, so that the rows that 16 lanes store at
-// once, and the eight of an ldmatrix, meet different banks. A level of both blocks takes kLevelBytes.
+// Scratch: rows of 16 channels in fp16. A row is moved on by one for each four before it, so that the rows that 16 lanes store
+// at once, and the eight of an ldmatrix, meet different banks. A level of both blocks takes kLevelBytes.
 __device__ __forceinline__ constexpr uint32_t row_offset(int row) { return (row + row / 4) * 32; }
 constexpr int kLowRows = 22 * 32, kLowRowsTop = 40 * 32;  // where the lower tokens begin: levels 8 to 1, and 16
 
@@ -117,8 +118,8 @@ __device__ __forceinline__ void store_sums(const float (&d)[4], Partial &partial
     *reinterpret_cast<float2 *>(&partial.x[t * kPitch + s]) = make_float2(d[2], d[3]);
 }
 
-// Sums of a warp, in accumulators: levels 1, 2, 4, 8 for both blocks, k's rows and q's, and level 16, top[m][j] of k (m = 0) or q
-// and columns 8 j ... What lies outside the nodes is of no use.
+// Sums of a warp, in accumulators: levels 1, 2, 4, 8 for both blocks, k's rows and q's, and level 16, top[m][j] of k (m = 0) or
+// q and columns 8 j ... What lies outside the nodes is of no use.
 struct Sums {
     float level[4][2][4], top[2][2][4];
 };
@@ -144,7 +145,7 @@ __device__ __forceinline__ void store_level(const Sums &sums, Partial &partial, 
         if (g / 2 != n / 2) return;
 #pragma unroll
         for (int block = 0; block < 2; block++) {
-            const float(&d)[4] = sums.level[0][block];
+            const float (&d)[4] = sums.level[0][block];
             partial.x[(16 * block + t - 1) * kPitch + 16 * block + t] = g & 1 ? d[1] : d[0];
             partial.x[(16 * block + t) * kPitch + 16 * block + t - 1] = g & 1 ? d[3] : d[2];
         }
@@ -163,8 +164,7 @@ __device__ __forceinline__ void add_top_level(uint32_t scratch, int lane, Sums &
     for (int m = 0; m < 2; m++) ptx::ldmatrix_x4(a[m], fragment_a(scratch + row_offset(16 * m), lane));
     ptx::ldmatrix_x4(b, fragment_b(scratch + kLowRowsTop, row_offset(8), lane));
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        ptx::mma_m16n8k16<__half>(sums.top[i / 2][i % 2], a[i / 2], b[2 * (i % 2)], b[2 * (i % 2) + 1]);
+    for (int i = 0; i < 4; i++) ptx::mma_m16n8k16<__half>(sums.top[i / 2][i % 2], a[i / 2], b[2 * (i % 2)], b[2 * (i % 2) + 1]);
 }
 
 __device__ __forceinline__ void store_all(const Sums &sums, Partial &partial) {
@@ -175,7 +175,8 @@ __device__ __forceinline__ void store_all(const Sums &sums, Partial &partial) {
     for (int j = 0; j < 2; j++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float d[4] = {sums.top[0][j][2 * r], sums.top[0][j][2 * r + 1], sums.top[1][j][2 * r], sums.top[1][j][2 * r + 1]};
+            const float d[4] = {sums.top[0][j][2 * r], sums.top[0][j][2 * r + 1], sums.top[1][j][2 * r],
+                                sums.top[1][j][2 * r + 1]};
             store_sums(d, partial, 16 + g + 8 * r, n + 8 * j);
         }
 }
@@ -185,8 +186,8 @@ __device__ __forceinline__ uint32_t lane_row(uint32_t first, int row, int quad) 
     return first + row_offset(row) + (((quad >> 1) ^ ((row >> 2) & 1)) << 4) + (quad & 1) * 8;
 }
 
-// Of the lane's four channels: the decay of nodes of 4, 8, 16 tokens, and in the chunk's node around it what comes before the lane's
-// group of four tokens and after it.
+// Of the lane's four channels: the decay of nodes of 4, 8, 16 tokens, and in the chunk's node around it what comes before the
+// lane's group of four tokens and after it.
 struct Nodes {
     float total[4], before[4] = {1.0f, 1.0f, 1.0f, 1.0f}, after[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 
@@ -215,13 +216,15 @@ __device__ __forceinline__ void to_group_end(float (&x)[16], const float (&a)[16
 
 // One k-step: all levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
 template <class T>
-__device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSmem &smem, int w, int step, Operands *g_operands) {
+__device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSmem &smem, int w, int step,
+                                       Operands *g_operands) {
     const Lanes at;
     const int G = at.group, in_block = G & 3;
     const uint32_t tiles = ptx::shared_address(smem.k), scratch = ptx::shared_address(smem.warp[w].scratch);
     const uint32_t raw = at.raw<Tile>(w, step), block = scratch + G / 4 * kBlockBytes;
     float kk[16], qq[16];
-    load_unit<T>(kk, tiles, raw, smem.inverse_k[w] + 4 * G), load_unit<T>(qq, tiles + Tile::kBytes, raw, smem.inverse_q[w] + 4 * G);
+    load_unit<T>(kk, tiles, raw, smem.inverse_k[w] + 4 * G),
+        load_unit<T>(qq, tiles + Tile::kBytes, raw, smem.inverse_q[w] + 4 * G);
     __syncwarp();
     {  // levels 1 and 2: rows 2 in_block and the one after it; the other section of scratch is the other level's
         const uint32_t one = lane_row(block, 2 * in_block, at.quad), two = one + kLevelBytes;
@@ -266,7 +269,8 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
 #pragma unroll
     for (int level = 0; level < 3; level++) {  // 4, 8, 16
         const bool upper = (G >> level) & 1;
-        // Level 4: rows of 4 of the two nodes in a block. Level 8: of the two groups in a half. Level 16: of the block's groups.
+        // Level 4: rows of 4 of the two nodes in a block. Level 8: of the two groups in a half. Level 16: of the block's
+        // groups.
         const int row = level == 0 ? in_block / 2 * 4 : level == 1 ? in_block % 2 * 4 : in_block * 4;
         const uint32_t section = level == 0 ? block : level == 1 ? block + kLevelBytes : scratch;
         const uint32_t first = lane_row(section + (upper ? 0 : level == 2 ? kLowRowsTop : kLowRows), row, at.quad);
