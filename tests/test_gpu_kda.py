@@ -207,6 +207,16 @@ def test_cut_without_decay(gpu):
     check_chunked(case, forward(gpu, case, inputs), inputs)
 
 
+def test_cut_in_place(gpu):
+    """The last segment's state goes where the first one's comes from."""
+    case = variant(FEW, lengths=(3000, 100), H=2, HV=2)
+    inputs = make(case)
+    apart = forward(gpu, case, inputs)
+    done = Forward(forward_call(gpu, case, inputs, {"final_state": "initial_state"})())
+    check((done.o == apart.o).all(), "o depends on where the final state goes")
+    check((done.final_state == apart.final_state).all(), "so does the state")
+
+
 def test_cut_slabs(generator):
     """More chunks than the workspace holds, of sequences that are cut: as close to the uncut result as roundings are."""
     lengths = (60000, 1000, 20000)

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(2 * kD) kda_fwd_join_kernel(const __grid_const
         for (; index < HV * kSlices; index += gridDim.x) {
             const int head = index / kSlices;
             used = join_segments(smem.join, used,
-                                 params.g_segments + smem.cut.slots_before[n] * step + head * int64_t{2 * kD * kD}, step, hops,
-                                 index % kSlices);
+                                 params.g_segments + (smem.cut.slots_before[n] + 1) * step + head * int64_t{2 * kD * kD}, step,
+                                 hops, index % kSlices);
         }
         index -= HV * kSlices;
     }

@@ -11,7 +11,7 @@ struct Item {
     int bos, length;              // first token, in the row of B, and tokens; 0 for padding
     int cleared;                  // rows of o from bos on that are zero: the tokens of a padding sequence
     int read_row;                 // of the states; -1: padding
-    int segment, segments, slot;  // number; how many the sequence has in this slab; place of segment 1 in the workspace
+    int segment, segments, slot;  // number; how many the sequence has in this slab; place of segment 0 in the workspace
     int segment_chunks;
     bool from_identity;  // M: from the identity, with V = 0
     bool exists;
@@ -35,7 +35,7 @@ struct ItemRange : SlabRange {
 struct Cut {
     int segment_chunks;
     int items_before[kMaxCutSequences],
-        slots_before[kMaxCutSequences];  // of the sequences before: items of a head, segments but the first
+        slots_before[kMaxCutSequences];  // of the sequences before: items of a head, segments of those that are cut
     int segments[kMaxCutSequences];
 
     // Sum over the lanes before this one, and over all.
@@ -89,7 +89,7 @@ struct Cut {
             segments[n] = s;
             items_before[n] = items + sum_before(outputs ? s : transitions_of(s), sum);
             items += sum;
-            slots_before[n] = slots + sum_before(s > 1 ? s - 1 : 0, sum);
+            slots_before[n] = slots + sum_before(s > 1 ? s : 0, sum);
             slots += sum;
         }
         if (lane == 0) segment_chunks = length;

@@ -56,7 +56,7 @@ struct KernelParams {
     int *g_precise;  // [slab_chunks][HV], first_precise of each
     float *g_carry;  // [N][HV][V][K], the states between slabs
     int cut;         // sequences are cut into at most so many segments together, whose transitions are no more; 0: they are not
-    float *g_segments;  // [cut][HV][2][D][D], V-first: the state before a segment that is not its sequence's first; its M
+    float *g_segments;  // [cut][HV][2][D][D], V-first: the state before a segment; its M
 };
 
 struct TensorMaps {

@@ -304,8 +304,8 @@ __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int
 // The state that an item begins with: v, k as in load_state.
 __device__ __forceinline__ void begin(float (&s)[64], const KernelParams &params, const Item &item, const ItemRange &range,
                                       bool outputs, int v, int k) {
-    if (item.segment > 0 && outputs) {
-        load_state(s, segment_states(params, 0), item.slot + item.segment - 1, item.head, v, k);
+    if (item.segments > 1 && outputs) {  // of segment 0 too: the last one's may be written where state_in is
+        load_state(s, segment_states(params, 0), item.slot + item.segment, item.head, v, k);
     } else if (item.segment == 0 && range.continues) {
         load_state(s, carried(params), item.sequence, item.head, v, k);
     } else if (item.segment == 0 && params.p.state_in) {
@@ -342,6 +342,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
         const auto k = [&] { return 2 * (opaque_lane() % 4); };
         begin(s, params, item, range, kOutputs, v(), k());
+        if (!kOutputs && item.segment == 0) store_state(s, segment_states(params, 0), item.slot, item.head, v(), k());
         if constexpr (kOutputs) loop.outputs_to(item, range.first);
         const int length = item.length;
         for (int c = range.first; c < range.end; c++) {
@@ -354,7 +355,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         }
         if constexpr (!kOutputs) {  // N goes where the state after it will be
             const bool m = item.from_identity;
-            store_state(s, segment_states(params, m), item.slot + item.segment - m, item.head, v(), k());
+            store_state(s, segment_states(params, m), item.slot + item.segment + !m, item.head, v(), k());
         } else {
             loop.flush();
             if (!range.last) continue;

@@ -56,6 +56,7 @@ struct Case {
     float beta = -1;  // or random
     int sms = 132, dense = 0, ckpt = 0;
     bool padding = false, known = false;  // known: misses the target, see docs/kda.md
+    bool in_place = false;                // final states where the initial ones are
 };
 int bad = 0;
 void run(const Case &c) {
@@ -117,6 +118,7 @@ void run(const Case &c) {
     const std::vector<int64_t> ss = {HV * D * D, D * D, c.vfirst ? 1 : D, c.vfirst ? D : 1};
     if (c.init) p.state_in = h0.tensor(ss);
     p.state_out = hf.tensor(ss);
+    if (c.in_place) hf = h0, p.state_in = p.state_out = hf.tensor(ss);
     if (!c.dense) p.cu_seqlens = ints(cu);
     int C = 0;
     if (c.ckpt)
@@ -289,6 +291,9 @@ int main(int argc, char **argv) {
         {"one key fp16", {130}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, One, .9997},
         {"random beta 2", {200}, 1, 1, bf, f, false, false, false, 0, none, weight, false, Random, 2},
     };
+    Case in_place = {"cut, in place", {2000, 100}, 1, 1};
+    in_place.sms = 24, in_place.gs = .02, in_place.in_place = true;
+    cases.push_back(in_place);
     for (auto &c : cases)
         if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
     printf("BAD %d\n", bad);
