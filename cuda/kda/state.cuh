@@ -4,8 +4,8 @@
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
 // U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a
-// power of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back. A
-// product of 32 columns takes as long as one of 64, so K~ and Q~ are one operand. Groups in issue order, per chunk:
+// power of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back.
+// K~ and Q~ are one operand. Groups in issue order, per chunk:
 //   pack S -> [K~ S, Q~ S]; V and factors, O of the chunk before; wait 0; X -> [T^ X]; range of X, O to global memory; wait 0;
 //   U -> [K^ U], [A U]; S *= gamma; wait 1; S += ..; wait 0; O
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.

@@ -56,6 +56,7 @@ struct Case {
     float beta = -1;  // or random
     int sms = 132, dense = 0, ckpt = 0;
     bool padding = false, known = false;  // known: misses the target, see docs/kda.md
+    float g = 1, length = 1;              // g <= 0: of all gates; of keys
     bool in_place = false;                // final states where the initial ones are
 };
 int bad = 0;
@@ -87,11 +88,13 @@ void run(const Case &c) {
     };
     fill(q, H, !c.l2, c.keys == One ? Random : c.keys);
     fill(k, H, !c.l2, c.keys);
+    for (size_t i = 0; i < k.size() && c.length != 1; i++) k.set(i, k[i] * c.length);
     fill(v, HV, false, Random);
     for (size_t i = 0; i < o.size(); i++) o.set(i, NAN);
     for (size_t i = 0; i < hf.size(); i++) hf.set(i, NAN);
     for (size_t i = 0; i < g.size(); i++)
         g.set(i, (int64_t)i >= end * HV * D ? NAN
+                 : c.g <= 0                 ? c.g
                  : c.gate != Gate::None     ? 2 * rnd()
                  : c.resets && i % 7 < 3    ? (i % 2 ? -INFINITY : -1000)
                                             : -c.gs * uni());
@@ -294,6 +297,15 @@ int main(int argc, char **argv) {
     Case in_place = {"cut, in place", {2000, 100}, 1, 1};
     in_place.sms = 24, in_place.gs = .02, in_place.in_place = true;
     cases.push_back(in_place);
+    for (const DType type : {bf, h}) {  // 1 - beta |k|^2 = -3, times 1 / 3.05
+        Case two = {type == bf ? "keys of length 2 that decay" : "keys of length 2 that decay fp16", {300}};
+        two.type = type, two.keys = One, two.beta = 1, two.length = 2, two.g = -std::log(3.05f);
+        two.known = type == bf;
+        cases.push_back(two);
+    }
+    Case large = {"keys of length 100, beta 1e-4", {200}};
+    large.beta = 1e-4f, large.length = 100, large.gs = .01f, large.known = true;
+    cases.push_back(large);
     for (auto &c : cases)
         if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
     printf("BAD %d\n", bad);
