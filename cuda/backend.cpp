@@ -77,7 +77,7 @@ const char *gdn_fwd(const DeltaParams &p) {
 
 static uint64_t kda_fwd_workspace(const DeltaParams &p) {
     const uint64_t bytes = recurrent_workspace(p);
-    return kda_chunked_fits(p) ? kda_fwd_chunked_workspace(p) : bytes;
+    return kda_chunked_fits(p) ? kda_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
 }
 const char *kda_fwd(const DeltaParams &p) {
     if (!kda_chunked_fits(p)) return recurrent(p);

@@ -172,6 +172,64 @@ def test_slabs_do_not_show(generator):
     check(same_bits(whole.final_state[:, heads], part.final_state), "states depend on the slabs")
 
 
+CUT = {
+    "one": (3000,),
+    "packed": (2000, 0, 70, 700),
+    "equal": (2000, 2000, 2010),
+    "tail": (2049,),
+}
+
+
+SLOW = (("gate", "bounded"), ("lower_bound", -5.0), ("qk_l2norm", True), ("beta_form", "logits"))
+CUT_OPTIONS = {n: OPTIONS[n] for n in ("plain", "l2norm", "f16", "no_initial", "checkpoints")}
+CUT_OPTIONS["slow"] = (SLOW, {"gates": "slow"})
+
+
+@pytest.mark.parametrize("options", CUT_OPTIONS)
+@pytest.mark.parametrize("lengths", CUT)
+def test_cut_sequences(gpu, lengths, options):
+    """Long sequences of few heads are cut into segments, exactly."""
+    keywords, changes = CUT_OPTIONS[options]
+    case = variant(FEW, lengths=CUT[lengths], H=2, HV=4, options=keywords, **changes)
+    check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
+
+
+def test_cut_dense(gpu):
+    case = Case("kda", (2000,) * 3, 2, 2, 128, 128, "bf16", packed=False)
+    check_chunked(case, forward(gpu, case))
+
+
+def test_cut_without_decay(gpu):
+    """What an early segment leaves behind is found by the last one."""
+    case = variant(FEW, lengths=(6000,), H=2, HV=2)
+    inputs = make(case)
+    inputs["g"] = Input(np.zeros((1, 6000, 2, 128)), "f32")
+    check_chunked(case, forward(gpu, case, inputs), inputs)
+
+
+def test_cut_in_place(gpu):
+    """The last segment's state goes where the first one's comes from."""
+    case = variant(FEW, lengths=(3000, 100), H=2, HV=2)
+    inputs = make(case)
+    apart = forward(gpu, case, inputs)
+    done = Forward(forward_call(gpu, case, inputs, {"final_state": "initial_state"})())
+    check((done.o == apart.o).all(), "o depends on where the final state goes")
+    check((done.final_state == apart.final_state).all(), "so does the state")
+
+
+def test_cut_slabs(generator):
+    """More chunks than the workspace holds, of sequences that are cut: as close to the uncut result as roundings are."""
+    lengths = (60000, 1000, 20000)
+    inputs = random_inputs("kda", 1, sum(lengths), 1, 8, 128, generator)
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=CUDA)
+    options = dict(cu_seqlens=cu, qk_l2norm=True, output_final_state=True)
+    cut, whole = run("kda_fwd", inputs, **options), run("kda_fwd", inputs, splits=1, **options)
+    for name in ("o", "final_state"):
+        got, want = (getattr(x, name).float() for x in (cut, whole))
+        error = ((got - want).norm() / want.norm()).item()
+        check(error < 5e-3, f"{name} differs by {error:.1e}")
+
+
 def test_what_is_not_taken(gpu):
     """Odd strides of g, which TMA cannot address, and K = V = 64 run token by token."""
     inputs = tensors(variant(FEW, lengths=(70,)))

@@ -16,7 +16,10 @@ __device__ __forceinline__ float softplus_log2(float x) {
     return x > 20.0f ? x * kLog2E : e < 0.0625f ? series : log2;
 }
 
-// Gate inputs to decays.
+// What the exponent of a bounded gate is multiplied by before its bias, multiplied by the same, is added.
+__device__ __forceinline__ float bounded_factor(float amplitude) { return -amplitude * kLog2E; }
+
+// Gate inputs to decays. b: of four channels, dt_bias, times bounded_factor for a bounded gate.
 __device__ __forceinline__ void activate(float (&a)[16], const KernelParams &params, float amplitude, const float4 &bias) {
     const float b[4] = {bias.x, bias.y, bias.z, bias.w};
     if (params.p.gate == Gate::None) {
@@ -26,10 +29,10 @@ __device__ __forceinline__ void activate(float (&a)[16], const KernelParams &par
 #pragma unroll
         for (int i = 0; i < 16; i++) a[i] = ptx::ex2_approx_ftz(-amplitude * softplus_log2(a[i] + b[i % 4]));
     } else {  // lower_bound sigmoid; an overflow of e^-x gives sigmoid 0
-        const float factor = -amplitude * kLog2E, bound = params.lower_bound * kLog2E;
+        const float factor = bounded_factor(amplitude), bound = params.lower_bound * kLog2E;
 #pragma unroll
         for (int i = 0; i < 16; i++)
-            a[i] = ptx::ex2_approx_ftz(bound * ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(factor * (a[i] + b[i % 4]))));
+            a[i] = ptx::ex2_approx_ftz(bound * ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(fmaf(factor, a[i], b[i % 4]))));
     }
 }
 

@@ -13,8 +13,8 @@ __device__ __forceinline__ int chunks_of_sequence(const KernelParams &params, in
     return chunks_of(length);
 }
 
-// Sequence of chunk `index` of the call, in the order of the sequences, and its number there; false past the end. By a converged
-// warp, the same in every lane.
+// Sequence of chunk `index` of the call, in the order of the sequences, and its number there; false past the end. By a
+// converged warp, the same in every lane.
 __device__ __forceinline__ bool find_chunk(const KernelParams &params, int index, int &sequence, int &within) {
     const int N = static_cast<int>(params.p.N), lane = threadIdx.x % 32;
     if (!params.p.cu_seqlens) {
@@ -65,68 +65,5 @@ struct SlabRange {
 __device__ __forceinline__ Operands *operands_of(const KernelParams &params, int chunk, int head) {
     return params.g_operands + (int64_t{chunk} * params.p.HV + head);
 }
-
-// A piece of the scan: a sequence, a value head and the columns of V of a CTA.
-struct Item {
-    int sequence, head, batch, piece;
-    int bos, length;  // first token, in the row of B, and tokens; 0 for padding
-    int cleared;      // rows of o from bos on that are zero: the tokens of a padding sequence
-    int read_row;     // of the states; -1: padding
-    bool exists;
-};
-
-// The items of a launch and the order of the sequences, in shared memory.
-struct Plan {
-    uint32_t items;
-    int lengths[kMaxSorted];
-    uint16_t order[kMaxSorted];  // the longest first
-
-    __device__ __forceinline__ bool in_order(const DeltaParams &p) const {
-        return p.cu_seqlens && p.N <= kMaxSorted && items > gridDim.x;
-    }
-
-    // By the whole CTA.
-    __device__ __forceinline__ void make(const DeltaParams &p, int pieces, int threads) {
-        if (threadIdx.x == 0) items = static_cast<uint32_t>(p.N) * static_cast<uint32_t>(p.HV) * static_cast<uint32_t>(pieces);
-        __syncthreads();
-        if (!in_order(p)) return;
-        const int N = static_cast<int>(p.N);
-        for (int n = threadIdx.x; n < N; n += threads) {
-            int bos;
-            sequence_range(p, n, bos, lengths[n]);
-        }
-        __syncthreads();
-        for (int n = threadIdx.x; n < N; n += threads) {
-            int rank = 0;
-            for (int m = 0; m < N; m++) rank += lengths[m] > lengths[n] || (lengths[m] == lengths[n] && m < n);
-            order[rank] = static_cast<uint16_t>(n);
-        }
-        __syncthreads();
-    }
-
-    // Items come with the longest sequences first, and every second round runs backwards, so that who had a long one gets a
-    // short one next.
-    __device__ __forceinline__ Item find(const DeltaParams &p, int pieces, uint32_t round) const {
-        const uint32_t index = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-        Item item = {};
-        if (round * gridDim.x >= items) return item;
-        item.exists = true;
-        item.read_row = -1;
-        if (index >= items) return item;  // the last round is not full: nothing to do
-        const uint32_t HV = static_cast<uint32_t>(p.HV), pair = index / pieces;
-        item.piece = index % pieces;
-        item.head = pair % HV;
-        item.sequence = pair / HV;
-        if (in_order(p)) item.sequence = order[item.sequence];
-        sequence_range(p, item.sequence, item.bos, item.length);
-        item.batch = p.cu_seqlens ? 0 : item.sequence;
-        item.read_row = read_row(p, item.sequence);
-        if (item.read_row < 0) {
-            item.cleared = item.length;
-            item.length = 0;
-        }
-        return item;
-    }
-};
 
 }  // namespace linattn::cuda::kda

@@ -1,9 +1,11 @@
-// What a kda_fwd call becomes: two launches for each slab of chunks.
+// What a kda_fwd call becomes: for each slab of chunks, the preparation and the scan, or, where sequences are cut into
+// segments, the preparation, the segments' transitions, their join, and the scan.
 #include "kda.h"
 
 #include "common/device_guard.h"
+#include "common/launch.h"
 #include "common/tensor_map.h"
-#include "shared.cuh"
+#include "kda_join.cuh"
 
 namespace linattn::cuda {
 namespace kda {
@@ -45,6 +47,34 @@ static CUtensorMap tile_map(const char *name, const Tensor &t, const DeltaParams
                            swizzle);
 }
 
+void launch_join(const KernelParams &params, int multiprocessors) {
+    const int64_t slices = params.p.N * params.p.HV * (kD / kJoinColumns);
+    LaunchConfig config;
+    config.grid.x = slices < multiprocessors ? slices : multiprocessors;
+    config.block.x = 2 * kD;
+    config.smem_bytes = sizeof(SegmentJoinSmem);
+    config.stream = static_cast<cudaStream_t>(params.p.stream);
+    config.programmatic = true;
+    launch("kda_fwd_join_kernel", kda_fwd_join_kernel, config, params);
+}
+
+// Segments that all sequences may have together, 0 where sequences are not cut: asked not to, too few multiprocessors, or too
+// short for it to pay. Where the lengths of several sequences are not known here, the device has the last word.
+static int cut(const DeltaParams &p, const Slabs &slabs, int multiprocessors) {
+    const int64_t most = multiprocessors / p.HV;
+    if (p.splits == 1 || p.N > kMaxCutSequences || 4 * p.N > most) return 0;
+    const int64_t each = p.cu_seqlens ? most - (p.N - 1) : most / p.N, segments = (each + 3) / 2 < each ? (each + 3) / 2 : each;
+    int64_t longest = (p.T + kChunk - 1) / kChunk;
+    if (longest > slabs.length) longest = slabs.length;
+    const int chunks = static_cast<int>(longest), least = least_segment_chunks(chunks);
+    const int length = static_cast<int>((chunks + segments - 1) / segments);
+    return cut_pays(length < least ? least : length, chunks) ? static_cast<int>(most) : 0;
+}
+
+static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
+    return slabs.length < slabs.all ? p.N * p.HV * int64_t{kD * kD * 4} : 0;
+}
+
 }  // namespace kda
 
 bool kda_chunked_fits(const DeltaParams &p) {
@@ -56,29 +86,33 @@ bool kda_chunked_fits(const DeltaParams &p) {
            kda::tma_fits(p.o, p.B, p.T, p.HV) && kda::tma_fits(p.g, p.B, p.T, p.HV);
 }
 
-uint64_t kda_fwd_chunked_workspace(const DeltaParams &p) {
-    const kda::Slabs slabs = kda::slabs(p);
-    const int64_t carry = slabs.length < slabs.all ? p.N * p.HV * (kda::kD * kda::kD * 4) : 0;
-    return static_cast<uint64_t>(slabs.length * p.HV * static_cast<int64_t>(sizeof(kda::Operands)) + carry + 256);
+uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
+    using namespace kda;
+    const Slabs slabs = kda::slabs(p);
+    const int64_t segments = cut(p, slabs, multiprocessors) * p.HV * int64_t{2 * kD * kD * 4};
+    const int64_t chunks = slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands) + sizeof(int));
+    return static_cast<uint64_t>(chunks + carry_bytes(p, slabs) + segments + 2048);  // of these to align it
 }
 
 void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     DeviceGuard guard(p.device);
     const TensorMaps maps = {tile_map("q", p.q, p, p.H, 64, 128), tile_map("k", p.k, p, p.H, 64, 128),
-                             tile_map("v", p.v, p, p.HV, 64, 128), tile_map("g", p.g, p, p.HV, kD, 0)};
+                             tile_map("v", p.v, p, p.HV, 64, 128),
+                             tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
     const Slabs slabs = kda::slabs(p);
-    char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 255);
-    Operands *operands = reinterpret_cast<Operands *>(workspace);
-    float *carry = reinterpret_cast<float *>(operands + slabs.length * p.HV);
+    char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
+    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};
+    params.slab_chunks = static_cast<int>(slabs.length);
+    params.g_operands = reinterpret_cast<Operands *>(workspace);
+    workspace += slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands));
+    params.g_carry = reinterpret_cast<float *>(workspace);
+    params.cut = cut(p, slabs, multiprocessors);
+    workspace += carry_bytes(p, slabs);
+    params.g_segments = reinterpret_cast<float *>(workspace);
+    params.g_precise = reinterpret_cast<int *>(workspace + params.cut * p.HV * int64_t{2 * kD * kD * 4});
     for (int64_t first = 0; first < slabs.all; first += slabs.length) {
-        const KernelParams params = {p,
-                                     static_cast<float>(p.scale),
-                                     static_cast<float>(p.lower_bound),
-                                     static_cast<int>(first),
-                                     static_cast<int>(slabs.length),
-                                     operands,
-                                     carry};
+        params.first_chunk = static_cast<int>(first);
         p.q.dtype == DType::BF16 ? launch_slab<__nv_bfloat16>(params, maps, slabs.length, multiprocessors)
                                  : launch_slab<__half>(params, maps, slabs.length, multiprocessors);
     }

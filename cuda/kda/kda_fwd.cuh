@@ -7,6 +7,8 @@
 // each. Block: the state warpgroups (state.cuh), 64 columns each, and one of which a warp loads; they meet at one ring of
 // mbarriers. Shared memory: 4 stages of 50 KB.
 #pragma once
+#include <cstddef>
+
 #include "common/launch.h"
 #include "prepare.cuh"
 #include "state.cuh"
@@ -14,73 +16,110 @@
 namespace linattn::cuda::kda {
 
 // With two state warpgroups the launch gives every thread 168 registers, shared out anew.
-constexpr int kLoadRegisters = 40, kStateRegisters = 232;
+constexpr int kLoadRegisters = 24, kStateRegisters = 240;
 static_assert(kLoadRegisters + 2 * kStateRegisters <= 3 * 168);
 
-template <int kGroups>
+// The operands of a chunk, without what only outputs need, and V. low: second terms too.
+template <int kGroups, bool kOutputs>
+__device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<kGroups> &smem, const Item &item, int token,
+                                           const Operands &g_from, bool low, int stage) {
+    const uint32_t full = smem.ring().full(stage), v = ptx::shared_address(smem.v[stage]);
+    const uint32_t to = ptx::shared_address(&smem.operands[stage]);
+    const char *g_bytes = reinterpret_cast<const char *>(&g_from);
+    constexpr uint32_t kKEnd = offsetof(Operands, k_end), kA = offsetof(Operands, a), kFactors = offsetof(Operands, factors);
+    constexpr uint32_t kHalf = Pair::kPanelStrideBytes / 2, kPlain = offsetof(Operands, k_end_low);
+    const uint32_t end = low ? sizeof(Operands) : kPlain;
+    const auto copy = [&](uint32_t first, uint32_t bytes) {
+        ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full);
+    };
+    if (kOutputs) {
+        ptx::mbarrier_arrive_expect_tx(full, end + sizeof(smem.v[0]));
+        copy(0, end);
+    } else {
+        ptx::mbarrier_arrive_expect_tx(full, end - (kFactors - kA) - Pair::kBytes / 2 + sizeof(smem.v[0]));
+        copy(0, kHalf), copy(2 * kHalf, kHalf);
+        copy(kKEnd, kA - kKEnd);
+        copy(kFactors, end - kFactors);
+    }
+#pragma unroll
+    for (int panel = 0; panel < kGroups; panel++)
+        ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
+                                          64 * (kGroups * item.piece + panel), item.head, token, item.batch);
+}
+
+template <int kGroups, bool kOutputs>
 __device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<kGroups> &smem) {
     RingState<kStages> stage;
     ptx::griddepcontrol_wait();  // the operands
     for (uint32_t round = 0;; round++) {
-        const Item item = smem.plan.find(params.p, kD / 64 / kGroups, round);
+        Item &item = smem.item[4 * kGroups];  // its numbers are not kept in registers
+        __syncwarp();
+        item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
+        __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) continue;
-        const SlabRange range(params, item.sequence, item.length);
+        const ItemRange range(params, item);
+        int precise = kChunk;  // of the lane's chunk among 32
         for (int c = range.first; c < range.end; c++, stage.advance()) {
+            const int number = (c - range.first) % 32, lane = threadIdx.x % 32;
+            if (number == 0 && c + lane < range.end)
+                precise = params.g_precise[int64_t{range.slot + c - range.first + lane} * params.p.HV + item.head];
+            const bool low = __shfl_sync(~0u, precise, number) < kChunk;
             smem.ring().wait_empty(stage);
-            if (threadIdx.x % 32 == 0) {
-                const uint32_t full = smem.ring().full(stage.stage), v = ptx::shared_address(smem.v[stage.stage]);
-                ptx::mbarrier_arrive_expect_tx(full, sizeof(Operands) + sizeof(smem.v[0]));
-                ptx::cp_async_bulk_load(ptx::shared_address(&smem.operands[stage.stage]),
-                                        operands_of(params, range.slot + c - range.first, item.head), sizeof(Operands), full);
-#pragma unroll
-                for (int panel = 0; panel < kGroups; panel++)
-                    ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
-                                                      64 * (kGroups * item.piece + panel), item.head, item.bos + c * kChunk,
-                                                      item.batch);
-            }
+            if (lane == 0)
+                load_chunk<kGroups, kOutputs>(maps, smem, item, item.bos + c * kChunk,
+                                              *operands_of(params, range.slot + c - range.first, item.head), low, stage.stage);
             __syncwarp();
         }
     }
 }
 
-template <class T, int kGroups>
+// kOutputs: false makes the transitions of segments.
+template <class T, int kGroups, bool kOutputs>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<kGroups> &smem = *reinterpret_cast<ScanSmem<kGroups> *>(smem_bytes);
+    if (!kOutputs) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups * kWarpArrivals);
-    smem.plan.make(params.p, kD / 64 / kGroups, 128 * (kGroups + 1));
+    smem.plan.make(params, kD / 64 / kGroups, kOutputs, 128 * (kGroups + 1));
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group < kGroups) {
         if constexpr (kGroups == 2) ptx::setmaxnreg_inc<kStateRegisters>();
-        state<T, kGroups>(params, smem, group);
+        state<T, kGroups, kOutputs>(params, smem, group);
     } else {
         if constexpr (kGroups == 2) ptx::setmaxnreg_dec<kLoadRegisters>();
-        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<kGroups>(params, maps, smem);
+        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<kGroups, kOutputs>(params, maps, smem);
     }
 }
 
-template <class T, int kGroups>
+void launch_join(const KernelParams &params, int multiprocessors);  // kda_fwd.cu
+
+template <class T, int kGroups, bool kOutputs>
 void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
-    const int64_t items = params.p.N * params.p.HV * (kD / 64 / kGroups);
+    const int64_t items = (params.cut != 0 ? params.cut : params.p.N) * params.p.HV * (kD / 64 / kGroups);
     LaunchConfig config;
     config.grid.x = items < multiprocessors ? items : multiprocessors;
     config.block.x = 128 * (kGroups + 1);
     config.smem_bytes = sizeof(ScanSmem<kGroups>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;  // starts while the last operands are being made
-    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, kGroups>, config, params, maps);
+    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, kGroups, kOutputs>, config, params, maps);
 }
 
 template <class T>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors) {
     launch_prepare<T>(params, maps, chunks);
-    if (2 * params.p.N * params.p.HV <= multiprocessors)
-        launch_scan<T, 1>(params, maps, multiprocessors);
-    else
-        launch_scan<T, 2>(params, maps, multiprocessors);
+    if (params.cut != 0) {
+        launch_scan<T, 2, false>(params, maps, multiprocessors);
+        launch_join(params, multiprocessors);
+        launch_scan<T, 2, true>(params, maps, multiprocessors);
+    } else if (2 * params.p.N * params.p.HV <= multiprocessors) {
+        launch_scan<T, 1, true>(params, maps, multiprocessors);
+    } else {
+        launch_scan<T, 2, true>(params, maps, multiprocessors);
+    }
 }
 
 }  // namespace linattn::cuda::kda

@@ -2,8 +2,8 @@
 //
 //   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh);  T^ = (I + L)^-1 (solve.cuh)
 //
-// Grid: chunks of the slab x value heads, one CTA each. Block: four warps, 32 channels each, their sums joined in shared memory.
-// Three CTAs on an SM: what counts here is latency, of loads, shared memory and barriers.
+// Grid: chunks of the slab x value heads, one CTA each. Block: four warps, 32 channels each, their sums joined in shared
+// memory. Three CTAs on an SM: what counts here is latency, of loads, shared memory and barriers.
 #pragma once
 #include "common/launch.h"
 #include "ptx/cta.cuh"
@@ -52,25 +52,21 @@ __global__ void __launch_bounds__(128, 3)
                                        2 * Tile::kBytes + kChunk * kD * static_cast<uint32_t>(p.g.dtype == DType::F32 ? 4 : 2));
         load_tile(k, &maps.k, landed, head_qk, token, batch);
         load_tile(k + Tile::kBytes, &maps.q, landed, head_qk, token, batch);
-        ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g), &maps.g, landed, 0, head, token, batch);
+        const int width = p.g.dtype == DType::F32 ? 32 : 64;  // channels of a panel
+        for (int panel = 0; panel < kD / width; panel++)
+            ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(smem.g) + panel * kChunk * 128, &maps.g, landed,
+                                              panel * width, head, token, batch);
     }
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
-    float4 bias[2] = {};
-    if (p.dt_bias) {
-#pragma unroll
-        for (int step = 0; step < 2; step++) {
-            const int64_t from = head * p.dt_bias.stride[0] + (32 * w + 16 * step + lane % 4 * 4) * p.dt_bias.stride[1];
-            const int64_t next = p.dt_bias.stride[1];
-            bias[step] = make_float4(load_scalar(p.dt_bias, from), load_scalar(p.dt_bias, from + next),
-                                     load_scalar(p.dt_bias, from + 2 * next), load_scalar(p.dt_bias, from + 3 * next));
-        }
-    }
     // An infinite amplitude would make inf x 0.
     const float amplitude = p.A_log ? fminf(expf(load_scalar(p.A_log, head * p.A_log.stride[0])), 1e30f) : 1.0f;
+    float bias = 0.0f;
+    if (p.dt_bias) bias = load_scalar(p.dt_bias, head * p.dt_bias.stride[0] + thread * p.dt_bias.stride[1]);
+    smem.bias[thread] = p.gate == Gate::Bounded ? bias * bounded_factor(amplitude) : bias;
+    if (thread == 0) smem.amplitude = amplitude, smem.rows = rows;
     float beta = 0.0f;
     if (w == 3 && lane < rows)
         beta = load_scalar(p.beta, batch * p.beta.stride[0] + (token + lane) * p.beta.stride[1] + head * p.beta.stride[2]);
-    Operands &to = *operands_of(params, index, head);
     __syncthreads();
     ptx::mbarrier_wait_parity(landed, 0);
     if (rows < kChunk) {
@@ -78,39 +74,55 @@ __global__ void __launch_bounds__(128, 3)
         clear_rows(k + Tile::kBytes, rows, thread);
         __syncthreads();
     }
-    const float scale = f16_scale<T>(k, w);
-    Partial &partial = smem.partial[w];
-    if (lane == 0) partial.scale[0] = power_of_2_inverse(scale) * power_of_2_inverse(scale);
-    same_token<T>(k, w, p.qk_l2norm, partial);
-    float top[2][2][4] = {};
+    same_token<T>(k, w, smem);
+    __syncthreads();
+    token_factors(params, smem, w, lane, rows, beta);
+    __syncwarp();
+    // Numbers that the tree's registers have no room for come from shared memory.
+    const auto decays = [&](float (&a)[16], int step) {
+        load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
+        activate(a, params, smem.amplitude, ld4(&smem.bias[32 * w + 16 * step + lane % 4 * 4]));
+        const int left = smem.rows - (opaque_lane() & ~3);
+        if (smem.rows < kChunk) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) a[i] = i / 4 < left ? a[i] : 1.0f;
+        }
+    };
+    Sums sums = {};
 #pragma unroll 1
     for (int step = 0; step < 2; step++) {
         float a[16];
-        load_gates(a, ptx::shared_address(smem.g), p.g.dtype, w, step);
-        activate(a, params, amplitude, bias[0]);
-        bias[0] = bias[1];
-        if (rows < kChunk) {
-#pragma unroll
-            for (int i = 0; i < 16; i++) a[i] = (lane & ~3) + i / 4 < rows ? a[i] : 1.0f;
-        }
-        k_step<T>(a, top, scale, k, ptx::shared_address(smem.scratch) + w * kScratchBytes, w, step, to.k_start, smem.factors,
-                  partial);
+        decays(a, step);
+        k_step<T>(a, sums, smem, w, step, params.g_operands);
     }
-    store_top_level(top, partial);
+    __syncwarp();
+    store_all(sums, smem.warp[w].partial);
     __syncthreads();
-    if (w == 3) token_factors(params, smem.partial, smem.factors, lane, rows, beta);
+    float x[8];
+    add_partials(x, smem, thread);
+    Operands &to = params.g_operands[blockIdx.x];
+    const uint32_t a_at = Square::offset(thread / 4, 8 * (thread % 4));
+    put8<__half>(to.a + a_at, x);
     __syncthreads();
-    add_partials<T>(smem.partial, to.a[0], smem.factors, smem.solve, thread);
+    if (w == 0) invert_diagonal(smem, lane);
+    if (w == 1) find_precise(smem, lane);
     __syncthreads();
-    if (w == 0) invert_diagonal(smem.solve, lane);
-    if (w == 1) find_precise(smem.factors, smem.solve, lane);
+    const bool precise = smem.factors.first_precise < kChunk;
+    if (precise) put8_low<__half>(to.a_low + a_at, x);
+    lower_left_first<T>(to, precise, smem, thread);
     __syncthreads();
-    lower_left_first<T>(to.t[0], smem.factors, smem.solve, thread);
-    __syncthreads();
-    lower_left_second<T>(to.t[0], smem.factors, smem.solve, thread);
-    static_assert(sizeof(Factors) <= 128 * 16, "one piece a thread");
-    if (thread < static_cast<int>(sizeof(Factors) / 16))
+    lower_left_second<T>(to, precise, smem, thread);
+    constexpr int kUsed = offsetof(Factors, first_precise) + sizeof(int);
+    if (thread < (kUsed + 15) / 16)
         reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
+    if (thread == 0) params.g_precise[blockIdx.x] = smem.factors.first_precise;
+    if (!precise) return;
+#pragma unroll 1
+    for (int step = 0; step < 2; step++) {
+        float a[16];
+        decays(a, step);
+        k_end_second_terms<T>(a, smem, w, step, to);
+    }
 }
 
 template <class T>

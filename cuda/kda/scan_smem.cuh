@@ -1,6 +1,6 @@
 // Shared memory of kda_fwd_scan_kernel.
 #pragma once
-#include "items.cuh"
+#include "plan.cuh"
 
 namespace linattn::cuda::kda {
 
@@ -10,8 +10,9 @@ constexpr int kStages = 4;  // chunks in flight
 template <int kGroups>
 struct alignas(1024) ScanSmem {
     Operands operands[kStages];
-    uint8_t v[kStages][kGroups * Tile::kPanelStrideBytes];  // V, then O in its place
-    Item item[4 * kGroups];                                 // of each state warp
+    uint8_t v[kStages][kGroups * Tile::kPanelStrideBytes];
+    uint8_t o[4 * kGroups][kChunk * 32];  // of each state warp, 16 columns
+    Item item[4 * kGroups + 1];           // of each state warp and the one that loads
     Plan plan;
     uint64_t barriers[2 * kStages];
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/pipeline.cuh"
@@ -16,32 +17,46 @@ constexpr int kChunk = 32, kD = 128;  // tokens; K = V
 constexpr int kMaxSorted = 256;       // up to so many sequences are taken in the order of their lengths
 
 using Tile = SmemTile<kChunk, kD, ptx::Swizzle::B128>;       // tokens x channels
+using Pair = SmemTile<2 * kChunk, kD, ptx::Swizzle::B128>;   // k's tokens, then q's
 using Square = SmemTile<kChunk, kChunk, ptx::Swizzle::B64>;  // tokens x tokens
 
 // Numbers of a chunk that are not matrices.
-struct alignas(16) Factors {
-    float gamma[kD];                           // decay of the whole chunk
-    float norm_k[kChunk], beta[kChunk];        // 1/|k|, or 1 without l2norm; beta
-    float beta_norm[kChunk], scale_q[kChunk];  // beta / |k|; scale / |q|
-    int first_precise;                         // first token that needs the second terms; kChunk: none
+struct alignas(1024) Factors {
+    float gamma[kD];  // decay of the whole chunk; channel c at gamma_place(c)
+    // X = beta_v V - beta_k K~ S, of two tokens (v, v, k, k): beta, and once or twice what k is to be multiplied by.
+    float4 beta[kChunk / 2];
+    float scale_q[kChunk];  // of a row of O
+    int first_precise;      // first token that needs the second terms; kChunk: none
 };
 
-// What the scan reads of a chunk besides V, laid out as it lies in shared memory there.
+// A lane of the scan has channels 2 q, 2 q + 1 of each eight: those of two eights side by side.
+__host__ __device__ __forceinline__ constexpr int gamma_place(int c) {
+    return c / 16 * 16 + c % 8 / 2 * 4 + c / 8 % 2 * 2 + c % 2;
+}
+
+// What the scan reads of a chunk besides V, laid out as it lies in shared memory there. k and q have a length of 1 to 2 in all
+// of it: multiplied by a power of 2.
 struct alignas(1024) Operands {
-    uint8_t k_start[Tile::kBytes], q_start[Tile::kBytes];  // K~, Q~: k, q times the decay since the start of the chunk
-    uint8_t k_end[2][Tile::kBytes];                        // K^: k times the decay to the end of the chunk, in two terms
-    uint8_t t[2][Square::kBytes], a[2][Square::kBytes];    // T^, A, in two terms
+    uint8_t start[Pair::kBytes];  // K~, Q~: k, q times the decay since the start of the chunk
+    uint8_t k_end[Tile::kBytes];  // K^: k times the decay to the end of the chunk, in fp16
+    uint8_t t[Square::kBytes];    // T^
+    uint8_t a[Square::kBytes];    // A, in fp16
     Factors factors;
+    // Second terms, only there if a token of the chunk needs them.
+    uint8_t k_end_low[Tile::kBytes], t_low[Square::kBytes], a_low[Square::kBytes];
 };
 
-// A call is computed in slabs of chunks, so that the workspace stays bounded: slab_chunks of them, counted through the sequences,
-// from first_chunk on. The workspace has one Operands for each chunk of a slab and value head.
+// A call is computed in slabs of chunks, so that the workspace stays bounded: slab_chunks of them, counted through the
+// sequences, from first_chunk on. The workspace has one Operands for each chunk of a slab and value head.
 struct KernelParams {
     DeltaParams p;
     float scale, lower_bound;  // of p, in float
     int first_chunk, slab_chunks;
     Operands *g_operands;
+    int *g_precise;  // [slab_chunks][HV], first_precise of each
     float *g_carry;  // [N][HV][V][K], the states between slabs
+    int cut;         // sequences are cut into at most so many segments together, whose transitions are no more; 0: they are not
+    float *g_segments;  // [cut][HV][2][D][D], V-first: the state before a segment; its M
 };
 
 struct TensorMaps {

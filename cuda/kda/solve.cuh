@@ -1,8 +1,8 @@
-// From the four warps' sums to what the scan needs: A in 16 bits, and T^ = (I + L)^-1 below its diagonal, with
+// From the four warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with
 // L = diag(beta) M, in fp32 up to its last rounding.
 //
-// The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two plain
-// products spread over the 128 threads.
+// The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two
+// plain products spread over the 128 threads.
 #pragma once
 #include "common/fragments.cuh"
 #include "gates.cuh"
@@ -11,27 +11,34 @@ namespace linattn::cuda::kda {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// By 32 threads, a token each: norms and factors, and A's diagonal into kk of the first warp's sums.
-__device__ __forceinline__ void token_factors(const KernelParams &params, Partial (&s_partial)[4], Factors &to, int token,
-                                              int rows, float beta) {
+// A power of 2 that brings a vector with this sum of squares to a length of 1 to 2.
+__device__ __forceinline__ float inverse_length(float squares) {
+    const int exponent = static_cast<int>(__float_as_uint(squares) >> 23) - 127;
+    const int half = exponent < -100 ? -50 : exponent > 100 ? 50 : exponent >> 1;
+    return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
+}
+
+// By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
+// The last warp makes the factors, too.
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int w, int token, int rows,
+                                              float beta) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 4; w++) kk += s_partial[w].kk[token], qk += s_partial[w].qk[token];
-    float norm_k = 1.0f, norm_q = 1.0f;
-    if (p.qk_l2norm) {
-#pragma unroll
-        for (int w = 0; w < 4; w++) qq += s_partial[w].qq[token];
-        norm_k = rsqrtf(kk + 1e-6f), norm_q = rsqrtf(qq + 1e-6f);
-    }
+    for (int i = 0; i < 4; i++) kk += smem.kk[i][token], qk += smem.qk[i][token], qq += smem.qq[i][token];
+    const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
+    smem.inverse_k[w][token] = inverse_k, smem.inverse_q[w][token] = inverse_q;
+    if (w != 3) return;
+    const float length_k =
+        (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
+    const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (p.beta_form == BetaForm::LogitsX2) beta += beta;
-    to.norm_k[token] = norm_k;
     beta = token < rows ? beta : 0.0f;
-    to.beta[token] = beta;
-    to.beta_norm[token] = beta * norm_k;
-    to.scale_q[token] = params.scale * norm_q;
-    s_partial[0].qk[token] = qk;
+    smem.diagonal[token] = qk * inverse_k * inverse_q;
+    float *to = &smem.factors.beta[token / 2].x + token % 2;
+    to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
+    smem.factors.scale_q[token] = params.scale * length_q;
 }
 
 __device__ __forceinline__ float4 ld4(const float *s_from) { return ptx::ld_shared_v4_f32(ptx::shared_address(s_from)); }
@@ -41,43 +48,41 @@ __device__ __forceinline__ void ld8(float (&x)[8], const float *s_from) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// Eight numbers of a row to a square in global memory, and the second terms to the square after it.
+// Eight numbers of a row to a square in global memory; and what that leaves.
 template <class T>
 __device__ __forceinline__ void put8(uint8_t *g_to, const float (&x)[8]) {
-    uint32_t high[4], low[4];
+    *reinterpret_cast<uint4 *>(g_to) = make_uint4(ptx::cvt_rn_x2<T>(x[0], x[1]), ptx::cvt_rn_x2<T>(x[2], x[3]),
+                                                  ptx::cvt_rn_x2<T>(x[4], x[5]), ptx::cvt_rn_x2<T>(x[6], x[7]));
+}
+template <class T>
+__device__ __forceinline__ void put8_low(uint8_t *g_to, const float (&x)[8]) {
+    float low[8];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        high[j] = ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]);
-        const float2 rounded = unpack(T(), high[j]);
-        low[j] = ptx::cvt_rn_x2<T>(x[2 * j] - rounded.x, x[2 * j + 1] - rounded.y);
+        const float2 rounded = unpack(T(), ptx::cvt_rn_x2<T>(x[2 * j], x[2 * j + 1]));
+        low[2 * j] = x[2 * j] - rounded.x, low[2 * j + 1] = x[2 * j + 1] - rounded.y;
     }
-    *reinterpret_cast<uint4 *>(g_to) = make_uint4(high[0], high[1], high[2], high[3]);
-    *reinterpret_cast<uint4 *>(g_to + Square::kBytes) = make_uint4(low[0], low[1], low[2], low[3]);
+    put8<T>(g_to, low);
 }
 
-// Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it.
-template <class T>
-__device__ __forceinline__ void add_partials(const Partial (&s_partial)[4], uint8_t *g_a, const Factors &to, Solve &solve,
-                                             int thread) {
+// Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it. x: A's.
+__device__ __forceinline__ void add_partials(float (&x)[8], PrepSmem &smem, int thread) {
     const int i = thread / 4, c = 8 * (thread % 4);
-    float x[8], y[8];
+    float y[8];
+    ld8(x, &smem.warp[0].partial.x[i * kPitch + c]);
 #pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = 0.0f;
+    for (int w = 1; w < 4; w++) {
+        ld8(y, &smem.warp[w].partial.x[i * kPitch + c]);
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-        const float back = s_partial[w].scale[0];
-        ld8(y, &s_partial[w].x[i * kPitch + c]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = fmaf(back, y[j], x[j]);
+        for (int j = 0; j < 8; j++) x[j] += y[j];
     }
-    const float diagonal = s_partial[0].qk[i], scale = to.scale_q[i], norm = to.norm_k[i];
-    ld8(y, &to.beta_norm[c]);
+    const float diagonal = smem.diagonal[i];
+    ld8(y, &smem.beta_k[c]);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        if (c + j > i) solve.l[(c + j) * kPitch + i] = x[j] * norm * y[j];
-        x[j] = c + j < i ? x[j] * scale : c + j == i ? diagonal * scale : 0.0f;
+        if (c + j > i) smem.l[(c + j) * kPitch + i] = x[j] * y[j];
+        x[j] = c + j < i ? x[j] : c + j == i ? diagonal : 0.0f;
     }
-    put8<T>(g_a + Square::offset(i, c), x);
 }
 
 // Sums over U cancel where keys are alike: rounding each operand once is then not enough. By one warp, lane = token: the first
@@ -85,26 +90,26 @@ __device__ __forceinline__ void add_partials(const Partial (&s_partial)[4], uint
 // 32 / 128.
 constexpr float kAlike = 0.4f;
 
-__device__ __forceinline__ void find_precise(Factors &to, const Solve &solve, int lane) {
+__device__ __forceinline__ void find_precise(PrepSmem &smem, int lane) {
     float sum[4] = {};
 #pragma unroll
     for (int s = 0; s < kChunk; s += 4) {
-        const float4 l = ld4(&solve.l[lane * kPitch + s]);  // garbage from the diagonal on
+        const float4 l = ld4(&smem.l[lane * kPitch + s]);  // garbage from the diagonal on
         sum[0] = s < lane ? fmaf(l.x, l.x, sum[0]) : sum[0], sum[1] = s + 1 < lane ? fmaf(l.y, l.y, sum[1]) : sum[1];
         sum[2] = s + 2 < lane ? fmaf(l.z, l.z, sum[2]) : sum[2], sum[3] = s + 3 < lane ? fmaf(l.w, l.w, sum[3]) : sum[3];
     }
     const uint32_t precise = __ballot_sync(~0u, (sum[0] + sum[1]) + (sum[2] + sum[3]) > kAlike);
-    if (lane == 0) to.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
+    if (lane == 0) smem.factors.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
 }
 
 // By one warp: lane = column of block lane / 16.
-__device__ __forceinline__ void invert_diagonal(Solve &solve, int lane) {
+__device__ __forceinline__ void invert_diagonal(PrepSmem &smem, int lane) {
     const int first = lane & 16, column = lane & 15;
     float x[16];
 #pragma unroll
     for (int r = 0; r < 16; r++) {
         x[r] = r == column ? 1.0f : 0.0f;
-        const float *s_row = &solve.l[(first + r) * kPitch + first];
+        const float *s_row = &smem.l[(first + r) * kPitch + first];
 #pragma unroll
         for (int s = 0; s < r; s += 4) {
             const float4 l = ld4(s_row + s);
@@ -115,7 +120,7 @@ __device__ __forceinline__ void invert_diagonal(Solve &solve, int lane) {
         }
     }
 #pragma unroll
-    for (int r = 0; r < 16; r++) solve.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
+    for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
 }
 
 // Row r (0-15) of X times column c of Y: X at x, 16 columns; Y at y, kYPitch floats a row.
@@ -133,36 +138,35 @@ __device__ __forceinline__ float dot16(const float *s_x, const float *s_y) {
 
 // y = L10 T00, and the diagonal blocks and the block above them to T^.
 template <class T>
-__device__ __forceinline__ void lower_left_first(uint8_t *g_t, const Factors &to, Solve &solve, int thread) {
+__device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, PrepSmem &smem, int thread) {
     const int r = thread / 16, c = thread % 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) solve.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&solve.l[(16 + r + 8 * i) * kPitch], &solve.t[c]);
+    for (int i = 0; i < 2; i++) smem.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&smem.l[(16 + r + 8 * i) * kPitch], &smem.t[c]);
     const int row = thread / 4, column = 8 * (thread % 4);
     if (row >= 16 && column < 16) return;
     float x[8] = {};
     if (column < 16 || row >= 16) {
-        float beta[8];
-        const float norm = to.norm_k[row];
-        ld8(x, &solve.t[row * kPitch + column]);
-        ld8(beta, &to.beta[column]);
+        ld8(x, &smem.t[row * kPitch + column]);
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] * norm * beta[j] : 0.0f;
+        for (int j = 0; j < 8; j++) x[j] = column + j < row ? x[j] : 0.0f;
     }
-    put8<T>(g_t + Square::offset(row, column), x);
+    const uint32_t at = Square::offset(row, column);
+    put8<T>(g_to.t + at, x);
+    if (precise) put8_low<T>(g_to.t_low + at, x);
 }
 
 template <class T>
-__device__ __forceinline__ void lower_left_second(uint8_t *g_t, const Factors &to, Solve &solve, int thread) {
+__device__ __forceinline__ void lower_left_second(Operands &g_to, bool precise, PrepSmem &smem, int thread) {
     const int r = thread / 16, c = thread % 16;
-    const float beta = to.beta[c];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 + r + 8 * i;
-        const float x = -dot16<16>(&solve.t[row * kPitch + 16], &solve.y[c]) * to.norm_k[row] * beta;
-        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), low = ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f);
-        uint8_t *g_to = g_t + Square::offset(row, c);
-        *reinterpret_cast<uint16_t *>(g_to) = static_cast<uint16_t>(high);
-        *reinterpret_cast<uint16_t *>(g_to + Square::kBytes) = static_cast<uint16_t>(low);
+        const float x = -dot16<16>(&smem.t[row * kPitch + 16], &smem.y[c]);
+        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
+        *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);
+        if (precise)
+            *reinterpret_cast<uint16_t *>(g_to.t_low + at) =
+                static_cast<uint16_t>(ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f));
     }
 }
 

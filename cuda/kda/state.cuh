@@ -1,11 +1,13 @@
-// A state warpgroup of kda_fwd_scan_kernel: 64 columns of V, S^T (64 x 128) in fp32 accumulators.
+// A state warpgroup of kda_fwd_scan_kernel: 64 columns of V, S^T (64 x 128) in fp32.
 //
-//   X = V - |k|^-1 K~ S;  U = beta |k|^-1 X + T^ X;  O = scale |q|^-1 Q~ S + A U;  S = gamma S + K^T U
+//   X = beta_v V - beta_k K~ S;  U = X + T^ X;  O = scale_q (Q~ S + A U);  S = gamma S + K^^T U
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
-// What the next chunk waits for, S, comes first; O is put together beside it. Groups in issue order, per chunk:
-//   pack S -> [K~ S]; O of the chunk before to global memory, V fragments; wait 0; X -> [T^ X]; [Q~ S]; S *= gamma; wait 1;
-//   U -> [K^ U], three products; [A U]; wait 0
+// U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a
+// power of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back.
+// K~ and Q~ are one operand. Groups in issue order, per chunk:
+//   pack S -> [K~ S, Q~ S]; V and factors, O of the chunk before; wait 0; X -> [T^ X]; range of X, O to global memory; wait 0;
+//   U -> [K^ U], [A U]; S *= gamma; wait 1; S += ..; wait 0; O
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 #pragma once
 #include <cstddef>
@@ -30,142 +32,208 @@ __device__ __forceinline__ void second_terms(uint32_t (&second)[kSteps][4], cons
     }
 }
 
-template <class T, int kGroups>
+// kOutputs: O is computed; else only S, for the transition of a segment.
+template <class T, int kGroups, bool kOutputs>
 struct StateLoop {
+    const DeltaParams &p;
     ScanSmem<kGroups> &smem;
-    int group;  // which 64 columns of the CTA's
+    static constexpr int kStart = kOutputs ? 32 : 16;  // K~ S, and Q~ S from 16 on
     RingState<kStages> stage;
 
-    // O of the chunk before, not stored yet: that happens while the next chunk's first product runs.
+    // O of the chunk before, not stored yet: that happens while the next chunk's products run.
     // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
     uint32_t packed[2][4];
-    int pending = -1;  // its first token; -1: none
-    RingState<kStages> pending_stage;
+    int pending = 0;                           // its tokens up to the end of the sequence; 0: none
+    char *g_o;                                 // the lane's place for it
+    uint32_t lane_values, lane_to, lane_from;  // the lane's places in V and in `o`
 
-    // The chunk of `item` from token `at` on.
-    __device__ __forceinline__ void chunk(float (&s)[64], const KernelParams &params, const Item &item, int at) {
+    __device__ __forceinline__ StateLoop(const DeltaParams &params, ScanSmem<kGroups> &from) : p(params), smem(from) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        // V: 16 tokens of the warp's 16 columns, matrices of an ldmatrix in the order of a fragment of V^T, (tokens, columns) =
+        // (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15). O the same way.
+        const int row = (lane & 7) + (lane & 16) / 2, unit = (lane & 8) / 8;
+        lane_values = ptx::shared_address(smem.v[0]) + warp / 4 * Tile::kPanelStrideBytes + row * 128 +
+                      ((warp % 4 * 2 + unit) ^ (lane & 7)) * 16;
+        const auto unit_at = [&](int row, int unit) {
+            return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
+        };
+        lane_to = unit_at(row, unit), lane_from = unit_at(lane / 2, lane % 2);
+    }
+
+    // A chunk; left: tokens from its first one to the end of the sequence. What has to be waited for is asked for early: V and
+    // factors before O of the chunk before goes through shared memory, gamma before the product that U makes.
+    __device__ __forceinline__ void chunk(float (&s)[64], const Item &item, int left) {
         uint32_t fs[8][4];
+        float start_s[kStart];
         pack<T>(fs, s);
         smem.ring().wait_full(stage);
-        const int first = smem.operands[stage.stage].factors.first_precise;
-        if (__any_sync(~0u, first < kChunk))
-            run<true>(s, fs, params.p, item, at, first);
+        const Operands &from = smem.operands[stage.stage];
+        ptx::register_fence(start_s), register_fence(fs);
+        issue<T, ptx::Major::K, Pair>(start_s, fs, Pair::k_major_low(ptx::shared_address(from.start), 0, 0), false);
+        const int first = from.factors.first_precise;
+        uint32_t fv[2][4];
+        load_values(fv, item, left);
+        const uint32_t factors = ptx::shared_address(&from.factors) + 16 * (threadIdx.x % 4);
+        float4 beta[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) beta[j] = ptx::ld_shared_v4_f32(factors + offsetof(Factors, beta) + 64 * j);
+        uint4 o[2];
+        if constexpr (kOutputs) gather(o);
+        const bool precise = __any_sync(~0u, first < kChunk);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(start_s);
+        float x[16];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
+                const int i = 4 * j + 2 * r;
+                x[i] = fmaf(beta[j].x, v.x, -beta[j].z * start_s[i]);
+                x[i + 1] = fmaf(beta[j].y, v.y, -beta[j].w * start_s[i + 1]);
+            }
+        if (precise)
+            run<true>(s, start_s, x, o, factors, first);
         else
-            run<false>(s, fs, params.p, item, at, kChunk);
-        pending = at, pending_stage = stage;
+            run<false>(s, start_s, x, o, factors, kChunk);
+        if constexpr (kOutputs) pending = left;
+        give_back(stage);
         stage.advance();
     }
 
-    __device__ __forceinline__ void flush(const DeltaParams &p, const Item &item) {
-        if (pending < 0) return;
-        store(p, item);
-        pending = -1;
+    __device__ __forceinline__ void flush() {
+        uint4 o[2];
+        gather(o);
+        store(o);
+        pending = 0;
     }
 
     // kPrecise: tokens from `first` on take the second terms too. Those before it get the same bits either way, so that they do
     // not depend on later tokens.
     template <bool kPrecise>
-    __device__ __forceinline__ void run(float (&s)[64], uint32_t (&fs)[8][4], const DeltaParams &p, const Item &item, int at,
-                                        int first) {
-        const int lane = opaque_lane(), pair = 2 * (lane & 3);
+    __device__ __forceinline__ void run(float (&s)[64], float (&start_s)[kStart], float (&x)[16], const uint4 (&o)[2],
+                                        uint32_t factors, int first) {
+        const int pair = 2 * (threadIdx.x % 4);
         const Operands &from = smem.operands[stage.stage];
-        const uint32_t k_start = ptx::shared_address(from.k_start);
-        const uint32_t factors = ptx::shared_address(from.factors.norm_k) + 4 * pair;
-        float x[16], o[16], y[16], z[16];
-        ptx::register_fence(x), register_fence(fs);
-        issue<T, ptx::Major::K, Tile>(x, fs, Tile::k_major_low(k_start, 0, 0), false);
-        flush(p, item);
-        uint32_t fv[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; i++) ptx::ldmatrix_x4_trans(fv[i], values(stage.stage, lane) + i * 2048);
-        if (item.length - at < kChunk) {  // rows past the end are another sequence's
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const int left = item.length - at - (8 * (j / 2) + pair);
-                uint32_t &f = fv[j / 4][j % 4];
-                f = left >= 2 ? f : left == 1 ? f & 0xffffu : 0;
-            }
-        }
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(x);
-        uint32_t fx[2][4], low[2][4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 norm = ptx::ld_shared_v2_f32(factors + 32 * j);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
-                float &x0 = x[4 * j + 2 * r], &x1 = x[4 * j + 2 * r + 1];
-                x0 = fmaf(-norm.x, x0, v.x), x1 = fmaf(-norm.y, x1, v.y);
-            }
-        }
+        if constexpr (kOutputs && kPrecise) store(o);
+        float y[16], z[16], grown[64];  // x: X, then U; y: A U
+        uint32_t fx[2][4], fu[2][4], low[2][4];
         pack<T>(fx, x);
         if constexpr (kPrecise) second_terms<T>(low, x, fx);
-        scale_columns(x, factors + offsetof(Factors, beta_norm) - offsetof(Factors, norm_k));
+        float down[2], up[2];
         const uint32_t t = Square::k_major_low(ptx::shared_address(from.t), 0, 0);
+        constexpr uint32_t kLow = (offsetof(Operands, t_low) - offsetof(Operands, t)) >> 4;
         ptx::register_fence(x), register_fence(fx);
         issue<T, ptx::Major::K, Square>(x, fx, t, true);
-        if constexpr (kPrecise) add_second_terms(z, fx, low, t);
-        ptx::register_fence(o), register_fence(fs);
-        issue<T, ptx::Major::K, Tile>(o, fs, Tile::k_major_low(k_start + Tile::kBytes, 0, 0), false);
-        const uint32_t gamma = ptx::shared_address(from.factors.gamma) + 4 * pair;
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(gamma + 32 * j);
-            s[4 * j] *= f.x, s[4 * j + 1] *= f.y, s[4 * j + 2] *= f.x, s[4 * j + 3] *= f.y;
-        }
-        ptx::wgmma_wait_group<1>();
+        if constexpr (kPrecise) add_second_terms<T>(z, fx, low, t, t + kLow);
+        range(up, down, fx);
+        if constexpr (kOutputs && !kPrecise) store(o);
+        ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         if constexpr (kPrecise) select(x, z, first, pair);
-        pack<T>(fx, x);  // U
-        second_terms<T>(low, x, fx);
+#pragma unroll
+        for (int i = 0; i < 16; i++) x[i] *= up[i / 2 % 2];
+        pack<__half>(fu, x);
         const uint32_t a = Square::k_major_low(ptx::shared_address(from.a), 0, 0);
-        const uint32_t k_end = Tile::mn_major_low(k_start + 2 * Tile::kBytes, 0, 0);
-        ptx::register_fence(s), register_fence(fx), register_fence(low);
-        issue<T, ptx::Major::MN, Tile>(s, fx, k_end, true);
-        issue<T, ptx::Major::MN, Tile>(s, low, k_end, true);
-        issue<T, ptx::Major::MN, Tile>(s, fx, k_end + (Tile::kBytes >> 4), true);
-        ptx::register_fence(y);
-        issue<T, ptx::Major::K, Square>(y, fx, a, false);
-        if constexpr (kPrecise) add_second_terms(z, fx, low, a);
+        const uint32_t k_end = Tile::mn_major_low(ptx::shared_address(from.k_end), 0, 0);
+        ptx::register_fence(grown), register_fence(fu);
+        issue<__half, ptx::Major::MN, Tile>(grown, fu, k_end, false);
+        if constexpr (kPrecise) {
+            constexpr uint32_t kEndLow = (offsetof(Operands, k_end_low) - offsetof(Operands, k_end)) >> 4;
+            second_terms<__half>(low, x, fu);
+            register_fence(low);
+            issue<__half, ptx::Major::MN, Tile>(grown, low, k_end, true);
+            issue<__half, ptx::Major::MN, Tile>(grown, fu, k_end + kEndLow, true);
+            ptx::wgmma_wait_group<0>();
+        }
+        if constexpr (kOutputs && !kPrecise) {
+            ptx::register_fence(y);
+            issue<__half, ptx::Major::K, Square>(y, fu, a, false);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float4 f = ptx::ld_shared_v4_f32(factors + offsetof(Factors, gamma) + 64 * j);
+            float *to = &s[8 * j];
+            to[0] *= f.x, to[1] *= f.y, to[2] *= f.x, to[3] *= f.y, to[4] *= f.z, to[5] *= f.w, to[6] *= f.z, to[7] *= f.w;
+        }
+        float2 scale[4];
+        const auto load_scale = [&] {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                scale[j] = ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors, scale_q) + 32 * j);
+        };
+        if constexpr (kOutputs && !kPrecise) load_scale();
+        ptx::wgmma_wait_group<kOutputs && !kPrecise ? 1 : 0>();
+        ptx::register_fence(grown);
+#pragma unroll
+        for (int i = 0; i < 64; i++) s[i] = fmaf(grown[i], down[i / 2 % 2], s[i]);
+        if constexpr (!kOutputs) return;
+        if constexpr (kPrecise) {
+            load_scale();
+            ptx::register_fence(y);
+            issue<__half, ptx::Major::K, Square>(y, fu, a, false);
+            add_second_terms<__half>(z, fu, low, a, a + kLow);
+        }
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(s), ptx::register_fence(o), ptx::register_fence(y);
+        ptx::register_fence(y);
         if constexpr (kPrecise) select(y, z, first, pair);
-        const uint32_t scale = factors + offsetof(Factors, scale_q) - offsetof(Factors, norm_k);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(scale + 32 * j);
 #pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; i++) y[i] = fmaf(i % 2 == 0 ? f.x : f.y, o[i], y[i]);
+            for (int i = 4 * j; i < 4 * j + 4; i++)
+                y[i] = fmaf(y[i], down[i / 2 % 2], start_s[kOutputs ? 16 + i : i]) * (i % 2 == 0 ? scale[j].x : scale[j].y);
         }
         pack<T>(packed, y);
     }
 
-    // Lane address of 16 tokens of the warp's 16 columns of V, and of O, which takes its place: matrices of an ldmatrix in the
-    // order of a fragment of V^T, (tokens, columns) = (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-    __device__ __forceinline__ uint32_t values(int at, int lane) const {
-        const int w = threadIdx.x / 32 % 4;
-        return panel(at) + ((lane & 7) + (lane & 16) / 2) * 128 + ((w * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16;
-    }
-    __device__ __forceinline__ uint32_t panel(int at) const {
-        return ptx::shared_address(smem.v[at]) + group * Tile::kPanelStrideBytes;
+    // V^T of the chunk, as fragments; 0 past the end of the sequence, where another one's rows are, and for a segment's M.
+    __device__ __forceinline__ void load_values(uint32_t (&fv)[2][4], const Item &item, int left) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            ptx::ldmatrix_x4_trans(fv[i], lane_values + stage.stage * static_cast<uint32_t>(sizeof(smem.v[0])) + i * 2048);
+        if (!kOutputs && item.from_identity) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) fv[i / 4][i % 4] = 0;
+        }
+        if (left < kChunk) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const int there = left - (8 * (j / 2) + 2 * static_cast<int>(threadIdx.x % 4));
+                uint32_t &f = fv[j / 4][j % 4];
+                f = there >= 2 ? f : there == 1 ? f & 0xffffu : 0;
+            }
+        }
     }
 
-    // Accumulators times a factor for each token.
-    static __device__ __forceinline__ void scale_columns(float (&x)[16], uint32_t factors) {
+    // For each of the lane's two columns of V, a power of 2 that brings the largest of X to 2^2 .. 2^3, and its inverse: U,
+    // which may be larger by what T^ makes of it, has 2^13 left.
+    static __device__ __forceinline__ void range(float (&up)[2], float (&down)[2], const uint32_t (&fx)[2][4]) {
+        uint32_t most[2];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 f = ptx::ld_shared_v2_f32(factors + 32 * j);
-            x[4 * j] *= f.x, x[4 * j + 1] *= f.y, x[4 * j + 2] *= f.x, x[4 * j + 3] *= f.y;
+        for (int r = 0; r < 2; r++)  // the order of magnitudes is that of their bits
+            most[r] = __vmaxu2(__vmaxu2(fx[0][r] & 0x7fff7fffu, fx[0][2 + r] & 0x7fff7fffu),
+                               __vmaxu2(fx[1][r] & 0x7fff7fffu, fx[1][2 + r] & 0x7fff7fffu));
+        // Both columns in one register: first in the lower half.
+        uint32_t both = __vmaxu2(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) both = __vmaxu2(both, __shfl_xor_sync(~0u, both, step));
+        if constexpr (ptx::kIsBf16<T>) both = __vminu2(__vmaxu2(both, 0x1e001e00u), 0x5f005f00u);  // exponents 60 to 190
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float largest = unpack(T(), r == 0 ? both & 0xffffu : both >> 16).x;
+            const uint32_t bits = ptx::kIsBf16<T> ? __float_as_uint(largest) : __float_as_uint(fmaxf(largest, 0x1p-24f));
+            const uint32_t exponent = bits & 0x7f800000u;
+            up[r] = __uint_as_float((256u << 23) - exponent), down[r] = __uint_as_float(exponent - (2u << 23));
         }
     }
 
     // z = (first + second term of x) (first + second term of a matrix), without the product of the first ones.
+    template <class E>
     static __device__ __forceinline__ void add_second_terms(float (&z)[16], uint32_t (&high)[2][4], uint32_t (&low)[2][4],
-                                                            uint32_t matrix) {
+                                                            uint32_t matrix, uint32_t matrix_low) {
         ptx::register_fence(z), register_fence(low);
-        issue<T, ptx::Major::K, Square>(z, low, matrix, false);
-        issue<T, ptx::Major::K, Square>(z, high, matrix + (Square::kBytes >> 4), true);
+        issue<E, ptx::Major::K, Square>(z, low, matrix, false);
+        issue<E, ptx::Major::K, Square>(z, high, matrix_low, true);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(z);
     }
@@ -175,24 +243,35 @@ struct StateLoop {
         for (int i = 0; i < 16; i++) x[i] += 8 * (i / 4) + pair + i % 2 >= first ? z[i] : 0.0f;
     }
 
-    // O through shared memory, where V was, to global memory: two lanes a row, whole sectors of 32 bytes. Gives the stage back.
-    __device__ __forceinline__ void store(const DeltaParams &p, const Item &item) {
-        const int lane = opaque_lane(), w = threadIdx.x / 32 % 4;
-#pragma unroll
-        for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(values(pending_stage.stage, lane) + i * 2048, packed[i]);
-        const int64_t stride = p.o.stride[1];
-        uint16_t *g_o = reinterpret_cast<uint16_t *>(p.o.data) + item.batch * p.o.stride[0] + (item.bos + pending) * stride +
-                        item.head * p.o.stride[2] + 64 * (kGroups * item.piece + group) + 16 * w;
-        const int rows = item.length - pending;
+    // Where O of an item goes, from chunk `first` on.
+    __device__ __forceinline__ void outputs_to(const Item &item, int first) {
+        const int lane = threadIdx.x % 32;
+        const int64_t at = item.batch * p.o.stride[0] + int64_t{item.bos + first * kChunk + lane / 2} * p.o.stride[1] +
+                           item.head * p.o.stride[2] + 64 * kGroups * item.piece + threadIdx.x / 32 * 16 + lane % 2 * 8;
+        g_o = p.o.data + 2 * at;
+    }
+
+    // O through the warp's own shared memory to global memory: two lanes a row, whole sectors of 32 bytes. Nothing of it is V's
+    // place: the fence that the next copy to there would need waits for the stores to global memory as well.
+    __device__ __forceinline__ void gather(uint4 (&o)[2]) const {
         __syncwarp();
 #pragma unroll
+        for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(lane_to + i * 512, packed[i]);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; i++) o[i] = ptx::ld_shared_v4_u32(lane_from + i * 512);
+    }
+    __device__ __forceinline__ void store(const uint4 (&o)[2]) {
+        if (pending == 0) return;
+#pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = 16 * i + lane / 2, unit = lane % 2;
-            const uint4 v = ptx::ld_shared_v4_u32(panel(pending_stage.stage) + row * 128 + ((w * 2 + unit) ^ (row & 7)) * 16);
-            if (row < rows) *reinterpret_cast<uint4 *>(g_o + row * stride + 8 * unit) = v;
+            if (16 * i + static_cast<int>(threadIdx.x % 32) / 2 < pending) *reinterpret_cast<uint4 *>(g_o) = o[i];
+            g_o += 32 * p.o.stride[1];
         }
-        ptx::fence_proxy_async_shared_cta();
-        warp_arrive(smem.ring().empty(pending_stage.stage), lane);
+    }
+
+    __device__ __forceinline__ void give_back(const RingState<kStages> &used) {
+        warp_arrive(smem.ring().empty(used.stage), threadIdx.x % 32);
     }
 };
 
@@ -204,61 +283,90 @@ __device__ __forceinline__ void clear_output(const DeltaParams &p, int batch, in
         *reinterpret_cast<uint4 *>(g_o + (token + row) * p.o.stride[1]) = make_uint4(0, 0, 0, 0);
 }
 
-// The states between slabs, as a tensor [N][HV][K][V], V-first.
-__device__ __forceinline__ Tensor carried(const KernelParams &params) {
+// States of the workspace as a tensor [..][HV][K][V], V-first.
+__device__ __forceinline__ Tensor workspace_states(const KernelParams &params, float *g_first, int64_t each) {
     Tensor t;
-    t.data = reinterpret_cast<char *>(params.g_carry);
+    t.data = reinterpret_cast<char *>(g_first);
     t.dtype = DType::F32;
-    t.stride[0] = params.p.HV * (kD * kD), t.stride[1] = kD * kD, t.stride[2] = 1, t.stride[3] = kD;
+    t.stride[0] = params.p.HV * each, t.stride[1] = each, t.stride[2] = 1, t.stride[3] = kD;
     return t;
 }
+// The states between slabs, by sequence.
+__device__ __forceinline__ Tensor carried(const KernelParams &params) {
+    return workspace_states(params, params.g_carry, kD * kD);
+}
+// By place in the workspace, which = 0: the states before the segments, 1: their M.
+__device__ __forceinline__ Tensor segment_states(const KernelParams &params, int which) {
+    return workspace_states(params, params.g_segments + which * (kD * kD), 2 * kD * kD);
+}
 
-template <class T, int kGroups>
+// The state that an item begins with: v, k as in load_state.
+__device__ __forceinline__ void begin(float (&s)[64], const KernelParams &params, const Item &item, const ItemRange &range,
+                                      bool outputs, int v, int k) {
+    if (item.segments > 1 && outputs) {  // of segment 0 too: the last one's may be written where state_in is
+        load_state(s, segment_states(params, 0), item.slot + item.segment, item.head, v, k);
+    } else if (item.segment == 0 && range.continues) {
+        load_state(s, carried(params), item.sequence, item.head, v, k);
+    } else if (item.segment == 0 && params.p.state_in) {
+        load_state(s, params.p.state_in, item.read_row, item.head, v, k);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 64; i++)
+            s[i] = !outputs && item.from_identity && v + i / 2 % 2 * 8 == k + i / 4 * 8 + i % 2 ? 1.0f : 0.0f;
+    }
+}
+
+template <class T, int kGroups, bool kOutputs>
 __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGroups> &smem, int group) {
     const DeltaParams &p = params.p;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
-    StateLoop<T, kGroups> loop{smem, group, {}, {}, -1, {}};
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    StateLoop<T, kGroups, kOutputs> loop(p, smem);
     float s[64];
+    if (kOutputs && params.cut != 0) ptx::griddepcontrol_wait();  // the joined states
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
         __syncwarp();
-        item = smem.plan.find(p, kD / 64 / kGroups, round);
+        item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
         __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) {
-            if (params.first_chunk == 0 && item.piece == 0)
+            if (kOutputs && params.first_chunk == 0 && item.piece == 0)
                 clear_output(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
             continue;
         }
-        const SlabRange range(params, item.sequence, item.length);
+        const ItemRange range(params, item);
         // Empty sequences hand their states on in the first slab.
         if (range.first >= range.end && !(item.length == 0 && params.first_chunk == 0)) continue;
-        const int v = 64 * (kGroups * item.piece + group) + 16 * warp + lane / 4, k = 2 * (lane % 4);
-        if (range.first > 0) {
-            load_state(s, carried(params), item.sequence, item.head, v, k);
-        } else if (p.state_in) {
-            load_state(s, p.state_in, item.read_row, item.head, v, k);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 64; i++) s[i] = 0.0f;
-        }
+        // The lane's place in a state, found again where it is used.
+        const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
+        const auto k = [&] { return 2 * (opaque_lane() % 4); };
+        begin(s, params, item, range, kOutputs, v(), k());
+        if (!kOutputs && item.segment == 0) store_state(s, segment_states(params, 0), item.slot, item.head, v(), k());
+        if constexpr (kOutputs) loop.outputs_to(item, range.first);
+        const int length = item.length;
         for (int c = range.first; c < range.end; c++) {
             const int at = c * kChunk, every = static_cast<int>(p.checkpoint_every);
-            loop.chunk(s, params, item, at);
-            if (every && at + kChunk <= item.length && (at + kChunk) % every == 0) {
+            loop.chunk(s, item, length - at);
+            if (kOutputs && every && at + kChunk <= item.length && (at + kChunk) % every == 0) {
                 const int64_t to = checkpoint_row(p, item.sequence, (at + kChunk) / every - 1);
-                if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
+                if (to >= 0) store_state(s, p.checkpoints, to, item.head, v(), k());
             }
         }
-        loop.flush(p, item);
-        if (range.end < chunks_of(item.length)) {
-            store_state(s, carried(params), item.sequence, item.head, v, k);
-        } else if (p.state_out) {
-            const int to = pool_row(p.write_indices, item.sequence, p.F);
-            if (to >= 0) store_state(s, p.state_out, to, item.head, v, k);
+        if constexpr (!kOutputs) {  // N goes where the state after it will be
+            const bool m = item.from_identity;
+            store_state(s, segment_states(params, m), item.slot + item.segment + !m, item.head, v(), k());
+        } else {
+            loop.flush();
+            if (!range.last) continue;
+            if (range.end < chunks_of(item.length)) {
+                store_state(s, carried(params), item.sequence, item.head, v(), k());
+            } else if (p.state_out) {
+                const int to = pool_row(p.write_indices, item.sequence, p.F);
+                if (to >= 0) store_state(s, p.state_out, to, item.head, v(), k());
+            }
         }
     }
-    if (!p.zero_tail || !p.cu_seqlens || params.first_chunk != 0) return;
+    if (!kOutputs || !p.zero_tail || !p.cu_seqlens || params.first_chunk != 0) return;
     const int end = sequence_start(p, static_cast<int>(p.N));
     for (int head = blockIdx.x; head < static_cast<int>(p.HV); head += gridDim.x)
         clear_output(p, 0, head, end, static_cast<int>(p.T) - end, 128 * kGroups);

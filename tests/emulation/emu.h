@@ -54,6 +54,13 @@ inline int __reduce_max_sync(unsigned, int v) {
         return r;
     });
 }
+inline unsigned __vminu2(unsigned a, unsigned b) { return std::min(a & 0xffff, b & 0xffff) | std::min(a >> 16, b >> 16) << 16; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
 inline unsigned __vmaxu2(unsigned a, unsigned b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
     return emu_all((int)v, [] {

@@ -98,7 +98,7 @@ inline void run(unsigned g, unsigned d, std::function<void()> f, const char *nam
     grid.x = g;
     dim.x = d;
     for (unsigned b = 0; b < g; b++) {
-        block.x = b;
+        block.x = getenv("EMU_REVERSE") ? g - 1 - b : b;
         for (auto &s : warp_s) s = {};
         for (auto &s : group_s) s = {};
         for (auto &s : bars) s = {};

@@ -56,6 +56,8 @@ struct Case {
     float beta = -1;  // or random
     int sms = 132, dense = 0, ckpt = 0;
     bool padding = false, known = false;  // known: misses the target, see docs/kda.md
+    float g = 1, length = 1;              // g <= 0: of all gates; of keys
+    bool in_place = false;                // final states where the initial ones are
 };
 int bad = 0;
 void run(const Case &c) {
@@ -86,11 +88,13 @@ void run(const Case &c) {
     };
     fill(q, H, !c.l2, c.keys == One ? Random : c.keys);
     fill(k, H, !c.l2, c.keys);
+    for (size_t i = 0; i < k.size() && c.length != 1; i++) k.set(i, k[i] * c.length);
     fill(v, HV, false, Random);
     for (size_t i = 0; i < o.size(); i++) o.set(i, NAN);
     for (size_t i = 0; i < hf.size(); i++) hf.set(i, NAN);
     for (size_t i = 0; i < g.size(); i++)
         g.set(i, (int64_t)i >= end * HV * D ? NAN
+                 : c.g <= 0                 ? c.g
                  : c.gate != Gate::None     ? 2 * rnd()
                  : c.resets && i % 7 < 3    ? (i % 2 ? -INFINITY : -1000)
                                             : -c.gs * uni());
@@ -117,6 +121,7 @@ void run(const Case &c) {
     const std::vector<int64_t> ss = {HV * D * D, D * D, c.vfirst ? 1 : D, c.vfirst ? D : 1};
     if (c.init) p.state_in = h0.tensor(ss);
     p.state_out = hf.tensor(ss);
+    if (c.in_place) hf = h0, p.state_in = p.state_out = hf.tensor(ss);
     if (!c.dense) p.cu_seqlens = ints(cu);
     int C = 0;
     if (c.ckpt)
@@ -134,7 +139,7 @@ void run(const Case &c) {
         bad++;
         return;
     }
-    std::vector<char> workspace(kda_fwd_chunked_workspace(p), -1);
+    std::vector<char> workspace(kda_fwd_chunked_workspace(p, c.sms), -1);
     p.workspace.data = workspace.data();
     launch_kda_fwd_chunked(p, c.sms);
     double eo = 0, es = 0, ec = 0;
@@ -258,10 +263,49 @@ int main(int argc, char **argv) {
          false,
          true},
         {"near keys beta 2 fp16", {200}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, Near, 2},
+        {"cut", {2400}, 1, 2, bf, f, false, true, false, .02, none, weight, false, Random, -1, 48},
+        {"cut, slow, vfirst", {2400}, 1, 1, bf, bf, true, true, true, 1e-3, none, weight, false, Random, -1, 24},
+        {"cut, packed", {2000, 0, 70, 900}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 24},
+        {"cut, not worth it", {700, 700, 720}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 24},
+        {"cut, dense", {2000}, 1, 1, bf, f, false, false, false, .02, none, weight, false, Random, -1, 24, 2},
+        {"cut, checkpoints", {2400}, 1, 1, bf, f, false, true, false, .02, none, weight, false, Random, -1, 24, 0, 64},
+        {"cut, padding",
+         {2000, 1000, 10},
+         1,
+         1,
+         bf,
+         f,
+         false,
+         true,
+         false,
+         .02,
+         none,
+         weight,
+         false,
+         Random,
+         -1,
+         24,
+         0,
+         0,
+         true},
+        {"cut, correlated", {2000}, 1, 1, bf, f, false, true, false, 1e-3, none, weight, false, Correlated, 1, 24},
+        {"cut, fp16", {2000}, 1, 1, h, h, false, true, false, 1e-3, none, weight, false, Random, -1, 24},
         {"uneven rows", {96}, 1, 1, bf, f, true, true, false, 1, none, weight, false, Uneven},
         {"one key fp16", {130}, 1, 1, h, f, false, false, false, 1e-3, none, weight, false, One, .9997},
         {"random beta 2", {200}, 1, 1, bf, f, false, false, false, 0, none, weight, false, Random, 2},
     };
+    Case in_place = {"cut, in place", {2000, 100}, 1, 1};
+    in_place.sms = 24, in_place.gs = .02, in_place.in_place = true;
+    cases.push_back(in_place);
+    for (const DType type : {bf, h}) {  // 1 - beta |k|^2 = -3, times 1 / 3.05
+        Case two = {type == bf ? "keys of length 2 that decay" : "keys of length 2 that decay fp16", {300}};
+        two.type = type, two.keys = One, two.beta = 1, two.length = 2, two.g = -std::log(3.05f);
+        two.known = type == bf;
+        cases.push_back(two);
+    }
+    Case large = {"keys of length 100, beta 1e-4", {200}};
+    large.beta = 1e-4f, large.length = 100, large.gs = .01f, large.known = true;
+    cases.push_back(large);
     for (auto &c : cases)
         if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
     printf("BAD %d\n", bad);

@@ -16,6 +16,7 @@ void launch(const char *name, void (*kernel)(P...), const LaunchConfig &c, A &&.
         fprintf(stderr, "smem %ld\n", (long)c.smem_bytes);
         abort();
     }
+    if (getenv("EMU_NAMES")) fprintf(stderr, "%s x %ld\n", name, (long)(c.grid.x * c.grid.y));
     emu::grid.y = c.grid.y;
     for (emu::block.y = 0; emu::block.y < c.grid.y; emu::block.y++)
         emu::run(c.grid.x, c.block.x, [&] { kernel(a...); }, name);
