@@ -161,7 +161,7 @@ struct Scan {
     // To the loaders of all CTAs whose copies land in this stage.
     __device__ __forceinline__ void give_back(int stage) const {
         __syncwarp();
-        if (threadIdx.x % 32 != 0) return;
+        if (kWarpArrivals == 1 && threadIdx.x % 32 != 0) return;
         const uint32_t barrier = ring.empty(stage);
         if (ptx::cluster_nctarank() == 1) return ptx::mbarrier_arrive(barrier);
         for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     job.chunks = (job.item.length + kC - 1) / kC;
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
-    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * ptx::cluster_nctarank());
+    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     if (threadIdx.x >= 128)
