@@ -4,8 +4,8 @@
 //
 // The gates enter in L: then nothing grows where keys longer than one and decays belong together.
 // In blocks of 16 tokens. Warp w computes block row w of K K^T and Q K^T by wgmma; M = -L below the diagonal goes to shared
-// memory in fp16. Diagonal blocks are inverted in registers in fp32: two 8x8 halves by elimination, two rows at a time with
-// shuffles, joined by two m16n8k8. The rest is block substitution with m16n8k16, fp32 accumulation, fp16 operands:
+// memory in fp16. Diagonal blocks are inverted in fp32: two 8x8 halves, whose columns lanes solve for, joined by two m16n8k8. The
+// rest is block substitution with m16n8k16, fp32 accumulation, fp16 operands:
 //   X10 = X11 M10 X00;  X32 = X33 M32 X22;  Y2j = X22 M2j;  Y3j = X33 M3j + X32 M2j;
 //   X21 = Y21 X11;  X31 = Y31 X11;  X20 = Y20 X00 + Y21 X10;  X30 = Y30 X00 + Y31 X10
 // dealt out so that no warp passes more than four dependent products: warp 0 has block 30, warp 1 has 21 and 20, warp 2 has 32
@@ -193,19 +193,32 @@ __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weig
     n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
 }
 
-// Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8; also into n.
-__device__ __forceinline__ void diagonal_decays(float (&e)[6], Diagonal &n, uint32_t t, int l) {
+// Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8; read long before they are used.
+struct DiagonalDecays {
+    float G0, G1;
+    float4 c;
+
+    __device__ __forceinline__ DiagonalDecays(uint32_t t, int l) {
+        const Lane at(l);
+        G0 = ptx::ld_shared_f32(t + 4 * (table::kG + at.g)), G1 = ptx::ld_shared_f32(t + 4 * (table::kG + 8 + at.g));
+        c = ptx::ld_shared_v4_f32(t + 4 * table::kColumnG + at.q * 16);
+    }
+    __device__ __forceinline__ void get(float (&e)[6], int l) const {
+        const Lane at(l);
+        const auto factor = [](float x) { return ptx::ex2_approx_ftz(fminf(x, 0.0f)); };
+        e[0] = at.g >= 2 * at.q ? factor(G0 - c.x) : 0.0f;
+        e[1] = at.g > 2 * at.q ? factor(G0 - c.y) : 0.0f;
+        e[2] = factor(G1 - c.x);
+        e[3] = factor(G1 - c.y);
+        e[4] = at.g >= 2 * at.q ? factor(G1 - c.z) : 0.0f;
+        e[5] = at.g > 2 * at.q ? factor(G1 - c.w) : 0.0f;
+    }
+};
+
+// The diagonal block with its decays, nothing on and above the diagonal.
+__device__ __forceinline__ void decay_diagonal(Diagonal &n, const float (&e)[6], int l) {
     const Lane at(l);
-    const float G0 = ptx::ld_shared_f32(t + 4 * (table::kG + at.g)), G1 = ptx::ld_shared_f32(t + 4 * (table::kG + 8 + at.g));
-    const float4 c = ptx::ld_shared_v4_f32(t + 4 * table::kColumnG + at.q * 16);
-    const auto factor = [](float x) { return ptx::ex2_approx_ftz(fminf(x, 0.0f)); };
-    e[0] = at.g >= 2 * at.q ? factor(G0 - c.x) : 0.0f;
-    e[1] = at.g > 2 * at.q ? factor(G0 - c.y) : 0.0f;
-    e[2] = factor(G1 - c.x);
-    e[3] = factor(G1 - c.y);
-    e[4] = at.g >= 2 * at.q ? factor(G1 - c.z) : 0.0f;
-    e[5] = at.g > 2 * at.q ? factor(G1 - c.w) : 0.0f;
-    const bool left = at.g > 2 * at.q, right = at.g > 2 * at.q + 1;  // below the diagonal
+    const bool left = at.g > 2 * at.q, right = at.g > 2 * at.q + 1;
     n.a[0] = left ? n.a[0] * e[0] : 0.0f, n.a[1] = right ? n.a[1] * e[1] : 0.0f;
     n.e[0] = left ? n.e[0] * e[4] : 0.0f, n.e[1] = right ? n.e[1] * e[5] : 0.0f;
     n.left[0] *= e[2], n.left[1] *= e[3];
@@ -262,59 +275,62 @@ __device__ __forceinline__ int first_precise(uint32_t weights, int l) {
     return 2 * owner + (__shfl_sync(~0u, through - odd, owner) > kMostWhole<C> ? 0 : 1);
 }
 
-__device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
-
-// Inverse of I - N for the two strictly lower 8x8 matrices a (-> x) and e (-> y): rows 1, then 2-3, 4-5, 6-7 are eliminated.
-// Lane (g, q) holds columns 2q, 2q+1 of row g.
-__device__ __forceinline__ void invert_8x8(const Diagonal &n, float (&x)[2], float (&y)[2], const Lane &at) {
-    const int q = at.q, own = at.lane & 28;
-    const float a0 = n.a[0], a1 = n.a[1], e0 = n.e[0], e1 = n.e[1];
-    {
-        const float na = from_lane(a0, 4), ne = from_lane(e0, 4);
-        x[0] = y[0] = at.g == 2 * q ? 1.0f : 0.0f;
-        x[1] = y[1] = at.g == 2 * q + 1 ? 1.0f : 0.0f;
-        if (q == 0) {
-            x[0] += fmaf(a1, na, a0), x[1] += a1;
-            y[0] += fmaf(e1, ne, e0), y[1] += e1;
-        }
+// Columns of the inverses of I - N for the two strictly lower 8x8 matrices of a diagonal block: lane l has column l mod 8, of the
+// second matrix where l mod 16 >= 8. N goes through shared memory (`scratch`, 464 bytes, the warp's own), row 0 left out, the
+// second matrix 4 banks beside the first.
+__device__ __forceinline__ void solve_8x8(const Diagonal &n, float (&x)[8], uint32_t scratch, int l) {
+    const Lane at(l);
+    if (at.g > 0) {
+        const uint32_t to = scratch + (at.g - 1) * 32 + at.q * 8;
+        ptx::st_shared_v2_u32(to, make_uint2(__float_as_uint(n.a[0]), __float_as_uint(n.a[1])));
+        ptx::st_shared_v2_u32(to + 240, make_uint2(__float_as_uint(n.e[0]), __float_as_uint(n.e[1])));
     }
+    __syncwarp();
+    const int column = at.lane & 7;
+    const uint32_t rows = scratch + (at.lane & 8) * 30;
 #pragma unroll
-    for (int pair = 1; pair < 3; pair++) {  // rows r = 2 pair and r + 1; row r + 1 first takes row r in
-        const int r = 2 * pair, from_r = 4 * r + q, from_next = from_r + 4;
-        const float na = from_lane(a0, 4 * (r + 1) + pair), ne = from_lane(e0, 4 * (r + 1) + pair);
-        const float ua0 = from_lane(a0, own | pair), ua1 = from_lane(a1, own | pair);
-        const float ue0 = from_lane(e0, own | pair), ue1 = from_lane(e1, own | pair);
-        const float p0 = from_lane(x[0], from_r), p1 = from_lane(x[1], from_r);
-        const float s0 = from_lane(y[0], from_r), s1 = from_lane(y[1], from_r);
-        const float u0 = fmaf(na, p0, from_lane(x[0], from_next)), u1 = fmaf(na, p1, from_lane(x[1], from_next));
-        const float w0 = fmaf(ne, s0, from_lane(y[0], from_next)), w1 = fmaf(ne, s1, from_lane(y[1], from_next));
-        x[0] = fmaf(ua1, u0, fmaf(ua0, p0, x[0])), x[1] = fmaf(ua1, u1, fmaf(ua0, p1, x[1]));
-        y[0] = fmaf(ue1, w0, fmaf(ue0, s0, y[0])), y[1] = fmaf(ue1, w1, fmaf(ue0, s1, y[1]));
+    for (int i = 0; i < 8; i++) {
+        float row[8] = {};
+        if (i > 0) {
+            const float4 left = ptx::ld_shared_v4_f32(rows + (i - 1) * 32);
+            row[0] = left.x, row[1] = left.y, row[2] = left.z, row[3] = left.w;
+        }
+        if (i > 4) {
+            const float4 right = ptx::ld_shared_v4_f32(rows + (i - 1) * 32 + 16);
+            row[4] = right.x, row[5] = right.y, row[6] = right.z, row[7] = right.w;
+        }
+        x[i] = column == i ? 1.0f : 0.0f;
+#pragma unroll
+        for (int k = 0; k < i; k++) x[i] = fmaf(row[k], x[k], x[i]);
     }
-    const float ua = from_lane(a0, own | 3), ue = from_lane(e0, own | 3);  // row 7 takes row 6 in
-    const float p0 = from_lane(x[0], 24 | q), p1 = from_lane(x[1], 24 | q), s0 = from_lane(y[0], 24 | q),
-                s1 = from_lane(y[1], 24 | q);
-    x[0] = fmaf(ua, p0, x[0]), x[1] = fmaf(ua, p1, x[1]);
-    y[0] = fmaf(ue, s0, y[0]), y[1] = fmaf(ue, s1, y[1]);
+    __syncwarp();
 }
 
 // Inverse of diagonal block w: to X for the substitution, without its diagonal to A^.
 template <class C>
 __device__ __forceinline__ void invert_diagonal(const Diagonal &n, uint32_t n_left, uint32_t X, uint32_t A, int w, int l) {
+    float x[8];
+    solve_8x8(n, x, X + w * 512, l);
     const Lane at(l);
-    float x[2], y[2];
-    invert_8x8(n, x, y, at);
-    const uint32_t upper = pack_f16(x[0], x[1]), lower = pack_f16(y[0], y[1]);
-    const uint32_t upper_b = ptx::movmatrix_trans(upper);
+    // Rows of the inverses' transposes: what comes back of them are the matrices and, for a right operand, their transposes.
+    if (at.lane < 16)
+        ptx::st_shared_v4_u32(
+            X + w * 512 + (at.lane & 8) * 48 + (at.lane & 7) * 16,
+            make_uint4(pack_f16(x[0], x[1]), pack_f16(x[2], x[3]), pack_f16(x[4], x[5]), pack_f16(x[6], x[7])));
+    __syncwarp();
+    uint32_t inverse[4], transposed[4];
+    ptx::ldmatrix_x4_trans(inverse, X + w * 512 + at.lane * 16), ptx::ldmatrix_x4(transposed, X + w * 512 + at.lane * 16);
+    const uint32_t upper = inverse[0], lower = inverse[3];
     float d[4] = {}, z[4] = {};  // lower left: Y N X
     ptx::mma_m16n8k8<__half>(d, {lower, 0}, ptx::movmatrix_trans(n_left));
-    ptx::mma_m16n8k8<__half>(z, {pack_f16(d[0], d[1]), 0}, upper_b);
+    ptx::mma_m16n8k8<__half>(z, {pack_f16(d[0], d[1]), 0}, transposed[0]);
     ptx::stmatrix_x4(X + w * 512 + at.lane * 16, {upper, pack_f16(z[0], z[1]), 0, lower});
     using T = typename C::T;
     const bool left = at.g > 2 * at.q, right = at.g > 2 * at.q + 1;
+    const float2 x0 = unpack(__half(), upper), y0 = unpack(__half(), lower);
     ptx::stmatrix_x4(product_block(A, w, w, at.lane),
-                     {ptx::cvt_rn_x2<T>(left ? x[0] : 0.0f, right ? x[1] : 0.0f), ptx::cvt_rn_x2<T>(z[0], z[1]), 0,
-                      ptx::cvt_rn_x2<T>(left ? y[0] : 0.0f, right ? y[1] : 0.0f)});
+                     {ptx::cvt_rn_x2<T>(left ? x0.x : 0.0f, right ? x0.y : 0.0f), ptx::cvt_rn_x2<T>(z[0], z[1]), 0,
+                      ptx::cvt_rn_x2<T>(left ? y0.x : 0.0f, right ? y0.y : 0.0f)});
 }
 
 // (a, b) in T, or their second terms.

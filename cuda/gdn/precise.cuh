@@ -76,8 +76,17 @@ struct PreciseInverse {
     // Inverse of diagonal block w, to X and A^.
     __device__ __forceinline__ void invert_diagonal(const Diagonal &n, int w) const {
         const Lane at(lane);
-        float x[2], y[2];
-        invert_8x8(n, x, y, at);
+        const uint32_t own = x_address(w, parity) - 16 * lane;
+        float column[8];
+        solve_8x8(n, column, own, lane);
+        if (at.lane < 16) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) ptx::st_shared_f32(own + (at.lane & 8) * 32 + i * 32 + (at.lane & 7) * 4, column[i]);
+        }
+        __syncwarp();
+        const float2 x2 = ptx::ld_shared_v2_f32(own + 8 * at.lane), y2 = ptx::ld_shared_v2_f32(own + 256 + 8 * at.lane);
+        const float x[2] = {x2.x, x2.y}, y[2] = {y2.x, y2.y};
+        __syncwarp();
         const uint32_t upper = pack_f16(x[0], x[1]), upper2 = second_term<__half>(upper, x[0], x[1]);
         const uint32_t lower = pack_f16(y[0], y[1]), lower2 = second_term<__half>(lower, y[0], y[1]);
         const uint32_t left = pack_f16(n.left[0], n.left[1]), middle = ptx::movmatrix_trans(left);
@@ -161,7 +170,7 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     Diagonal n = {};
     if constexpr (C::kOutputs) {
         const uint32_t P = ptx::shared_address(smem.p[second_stage]);
-        diagonal_decays(e, n, tw, lane);  // again: to keep them would cost registers
+        DiagonalDecays(tw, lane).get(e, lane);  // again: to keep them would cost registers
         for_warp(w, [&](auto warp) { store_p<C, decltype(warp)::value, true>(d, e, tw, P, params.scale, lane); });
     }
     issue_product<C>(d, k, k);
@@ -179,7 +188,8 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     for_warp(w, [&](auto warp) {
         scale_kk<C, decltype(warp)::value, true>(d, n, weights, tw, ptx::shared_address(scratch.M[parity ^ 1]), lane);
     });
-    diagonal_decays(e, n, tw, lane);
+    DiagonalDecays(tw, lane).get(e, lane);
+    decay_diagonal(n, e, lane);
     inverse.invert_diagonal(n, w);
     ptx::bar_sync(kGroupBarrier + group, 128);
     for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
@@ -234,6 +244,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 ptx::bar_sync(kGroupBarrier + group, 128);
             }
             for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value, false>(d, diagonal, weights, tw, M, lane); });
+            const DiagonalDecays decays(tw, lane);
             if constexpr (C::kOutputs) {
                 issue_product<C>(d, ptx::shared_address(smem.q[tile.stage]), k);
             }
@@ -244,7 +255,8 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                 smem.products().wait_empty(before);
             }
             float e[6];
-            diagonal_decays(e, diagonal, tw, lane);
+            decays.get(e, lane);
+            decay_diagonal(diagonal, e, lane);
             const uint32_t left = pack_f16(diagonal.left[0], diagonal.left[1]);
             store_weights(diagonal, weights, left, row_sums + 128 * w + 4 * Lane(lane).lane);
             invert_diagonal<C>(diagonal, left, X, A, w, lane);

@@ -125,18 +125,21 @@ struct StateLoop {
         tile.advance(), value.advance(), factors.advance(), product.advance();
     }
 
+    __device__ __forceinline__ static void wait_for_turn() {
+        if constexpr (C::kStateGroups == 2) ptx::bar_sync(kTurnBarrier + state_group(), 256);
+    }
+
     // Gives the turn to the other warpgroup.
     __device__ __forceinline__ static void hand_over() {
         if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (state_group() ^ 1), 256);
     }
 
-    // Waits for A^ and P (AUX waited for K, Q and the table) and for the turn; chunk_decay: 2^G_last. The result is the first token
-    // that needs two terms, or kChunk.
+    // Waits for A^ and P (AUX waited for K, Q and the table); chunk_decay: 2^G_last. The result is the first token that needs two
+    // terms, or kChunk.
     __device__ __forceinline__ int begin(float &chunk_decay) const {
         smem.products().wait_full(product);
         const uint32_t t = ptx::shared_address(smem.table[factors.stage]);
         const float2 decay_first = ptx::ld_shared_v2_f32(t + 4 * table::kChunkDecay);  // and kFirstPrecise
-        if constexpr (C::kStateGroups == 2) ptx::bar_sync(kTurnBarrier + state_group(), 256);
         chunk_decay = decay_first.x;
         return __float_as_int(decay_first.y);
     }
@@ -163,6 +166,8 @@ struct StateLoop {
         uint32_t fs[C::D / 16][4];
         float x[32], o[32];
         pack<T>(fs, s);
+        register_fence(fs);
+        wait_for_turn();
         ptx::register_fence(x), register_fence(fs);
         issue<T, ptx::Major::K, typename S::Tile>(x, fs, S::Tile::k_major_low(k, 0, 0), false);
         if constexpr (C::kOutputs) {
@@ -319,6 +324,7 @@ struct StateLoop {
         const Addresses at(*this, lane);
         const uint32_t k = at.k, t = at.t, v = at.v;
         const uint8_t *A0 = smem.a[product.stage], *A1 = smem.a[second];
+        wait_for_turn();
         hand_over();  // neither warpgroup waits for the other's many products
         Kept kept[C::D / 2];
 #pragma unroll

@@ -100,6 +100,13 @@ inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
     return emu_half2(__half2float(a.x) * __half2float(b.x) + __half2float(c.x),
                      __half2float(a.y) * __half2float(b.y) + __half2float(c.y));
 }
+inline __nv_bfloat162 emu_bf162(float a, float b) { return __nv_bfloat162(__float2bfloat16_rn(a), __float2bfloat16_rn(b)); }
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+    return emu_bf162(__bfloat162float(a.x) * __bfloat162float(b.x) + __bfloat162float(c.x),
+                     __bfloat162float(a.y) * __bfloat162float(b.y) + __bfloat162float(c.y));
+}
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) { return __hfma2(a, b, emu_bf162(-0.0f, -0.0f)); }
+inline __nv_bfloat162 __hadd2(__nv_bfloat162 a, __nv_bfloat162 b) { return __hfma2(a, emu_bf162(1, 1), b); }
 inline __half2 __habs2(__half2 a) { return emu_half2(std::fabs(__half2float(a.x)), std::fabs(__half2float(a.y))); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
