@@ -47,10 +47,9 @@ static CUtensorMap tile_map(const char *name, const Tensor &t, const DeltaParams
                            swizzle);
 }
 
-void launch_join(const KernelParams &params, int multiprocessors) {
-    const int64_t slices = params.p.N * params.p.HV * (kD / kJoinColumns);
+void launch_join(const KernelParams &params) {
     LaunchConfig config;
-    config.grid.x = slices < multiprocessors ? slices : multiprocessors;
+    config.grid.x = params.p.N * params.p.HV * (kD / kJoinColumns);
     config.block.x = 2 * kD;
     config.smem_bytes = sizeof(SegmentJoinSmem);
     config.stream = static_cast<cudaStream_t>(params.p.stream);

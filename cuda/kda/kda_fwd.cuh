@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     }
 }
 
-void launch_join(const KernelParams &params, int multiprocessors);  // kda_fwd.cu
+void launch_join(const KernelParams &params);  // kda_fwd.cu
 
 template <class T, int kGroups, bool kOutputs>
 void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
@@ -113,7 +113,7 @@ void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chu
     launch_prepare<T>(params, maps, chunks);
     if (params.cut != 0) {
         launch_scan<T, 2, false>(params, maps, multiprocessors);
-        launch_join(params, multiprocessors);
+        launch_join(params);
         launch_scan<T, 2, true>(params, maps, multiprocessors);
     } else if (2 * params.p.N * params.p.HV <= multiprocessors) {
         launch_scan<T, 1, true>(params, maps, multiprocessors);
