@@ -81,7 +81,7 @@ def test_hard_heads_beside_usual_ones(gpu, D, dtype):
     k, beta = inputs["k"].values.copy(), inputs["beta"].values.copy()
     one = rng.normal(size=D)
     k[:, 200:, 1] = one / np.sqrt((one * one).sum())
-    beta[:, 200:, 4:] = 2.0
+    beta[:, 200:, 3:] = 2.0
     inputs["k"], inputs["beta"] = (
         Input(round_to(k, dtype), dtype),
         Input(round_to(beta, "f32"), "f32"),
@@ -93,12 +93,22 @@ def test_hard_heads_beside_usual_ones(gpu, D, dtype):
     for first, end in ((200, 270), (270, 400)):
         for name in ("dv", "dg", "dbeta"):
             error = relative_rms(
-                done[name][0, first:end, 4:], getattr(want, name)[0, first:end, 4:]
+                done[name][0, first:end, 3:], getattr(want, name)[0, first:end, 3:]
             )
             limit = TOLERANCE[dtype if name == "dv" else "f32"]
             check(error <= limit, f"{name} of the hard heads is off by {error:.1e}")
     for _ in range(5):
         check(backward(gpu, usual, inputs).bits() == done.bits(), "a repeated call: other bits")
+
+
+@pytest.mark.xfail(reason="no flag: dbeta up to 2e-2 in bf16 (docs/backward.md, Accuracy)")
+def test_one_key_with_usual_weights(gpu):
+    case = Case("gdn", (130,), 2, 6, 64, 64, "bf16")
+    inputs = make(case)
+    one = np.random.default_rng(3).normal(size=64)
+    k = np.broadcast_to(one / np.sqrt((one * one).sum()), inputs["k"].values.shape)
+    inputs["k"] = Input(round_to(k.copy(), "bf16"), "bf16")
+    check_gradients(case, backward(gpu, case, inputs), inputs)
 
 
 def test_fp16_states_beyond_the_range_of_fp16(gpu):

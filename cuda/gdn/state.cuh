@@ -261,9 +261,9 @@ struct StateLoop {
         }
     }
 
-    // Tokens from `first` on: x += factor (A1 b0 + A0 b1 + A0 b0), factor by row of x; kFirst: with the last product. In two
-    // halves, for want of registers.
-    template <class Term, bool kFirst>
+    // Tokens from `first` on: x += factor (A1 b0 + A0 b1 + A0 b0), factor by row of x; kFirst: with the last product, kSecond:
+    // with the one before. In two halves, for want of registers.
+    template <class Term, bool kFirst, bool kSecond = true>
     __device__ __forceinline__ void add_products(float (&x)[32], const uint32_t (&b0)[4][4], const uint32_t (&b1)[4][4],
                                                  const uint8_t *A0, const uint8_t *A1, float factor0, float factor1, int first,
                                                  int lane) const {
@@ -272,7 +272,7 @@ struct StateLoop {
             float z[16];
             ptx::register_fence(z);
             issue<Term, ptx::Major::K, typename S::Product>(z, b0, product_low(A1, 32 * half), false);
-            issue<Term, ptx::Major::K, typename S::Product>(z, b1, product_low(A0, 32 * half), true);
+            if constexpr (kSecond) issue<Term, ptx::Major::K, typename S::Product>(z, b1, product_low(A0, 32 * half), true);
             if constexpr (kFirst) issue<Term, ptx::Major::K, typename S::Product>(z, b0, product_low(A0, 32 * half), true);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(z);
@@ -398,9 +398,13 @@ struct StateLoop {
             scale_outputs(o, t);
             ptx::register_fence(o), register_fence(b0), register_fence(b1);
             issue<T, ptx::Major::K, typename S::Product>(o, b0, product_low(smem.p[product.stage], 0), true);
+            // What the plain chunk gives every token, they get here too: to the bit.
+            if constexpr (C::kValueTerms == 2)
+                issue<T, ptx::Major::K, typename S::Product>(o, b1, product_low(smem.p[product.stage], 0), true);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(o);
-            add_products<T, false>(o, b0, b1, smem.p[product.stage], smem.p[second], 1.0f, 1.0f, first, lane);
+            add_products<T, false, C::kValueTerms == 1>(o, b0, b1, smem.p[product.stage], smem.p[second], 1.0f, 1.0f, first,
+                                                        lane);
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) {
