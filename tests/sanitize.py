@@ -147,7 +147,8 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
     )  # fmt: skip
     if not kda:  # one key for all tokens: the chunked backward leaves it to the token loop
         key = np.broadcast_to(rng.standard_normal((1, 1, H, D)), packed[1][1].shape)
-        gates = [pair(fill(packed[3][1].shape), np.float32) for fill in (np.zeros, np.ones)]
+        shape = packed[3][1].shape  # beta 2: nothing is forgotten, so that no gradient vanishes
+        gates = [pair(np.full(shape, value), np.float32) for value in (-0.01, 2.0)]
         both(
             f"{name}, backward of one key", pylinattn.gdn_bwd,
             [packed[0], pair(key, dtype), packed[2], *gates, d_o], cu_seqlens=lengths, limit=5e-2,
