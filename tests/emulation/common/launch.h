@@ -18,7 +18,6 @@ void launch(const char *name, void (*kernel)(P...), const LaunchConfig &c, A &&.
     }
     if (getenv("EMU_NAMES")) fprintf(stderr, "%s x %ld\n", name, (long)(c.grid.x * c.grid.y));
     emu::grid.y = c.grid.y;
-    for (emu::block.y = 0; emu::block.y < c.grid.y; emu::block.y++)
-        emu::run(c.grid.x, c.block.x, [&] { kernel(a...); }, name);
+    for (emu::block.y = 0; emu::block.y < c.grid.y; emu::block.y++) emu::run(c.grid.x, c.block.x, [&] { kernel(a...); }, name);
 }
 }  // namespace linattn::cuda
