@@ -8,14 +8,12 @@ bench/results/backward_h200.json and prints a table.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from source_tree import commit_id, tree_id
+from source_tree import provenance, write_result
 from timing import Stopwatch
 
 import pylinattn
@@ -75,7 +73,6 @@ def measure(watch: Stopwatch, family: str, case: str, H: int, HV: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/backward_h200.json")
-    parser.add_argument("--commit", help="commit measured, if git cannot tell")
     options = parser.parse_args()
     watch = Stopwatch()
     rows = []
@@ -91,13 +88,10 @@ def main() -> None:
         "dtype": "bfloat16, K = V = 128, l2norm inside",
         "library": pylinattn.__version__,
         "torch": torch.__version__,
-        "commit": options.commit or commit_id(ROOT),
-        "cuda_tree": tree_id(ROOT, "cuda"),
-        "date": datetime.date.today().isoformat(),
+        **provenance(ROOT),
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the final state; decode updates a state, ours in place. The error is between the
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import platform
 import statistics
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from source_tree import commit_id, tree_id
+from source_tree import provenance, write_result
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import pylinattn
@@ -136,13 +134,10 @@ def main() -> None:
         "threads": args.threads,
         "versions": {name: version(name) for name in ("pylinattn", "torch", "transformers")},
         "python": platform.python_version(),
-        "commit": commit_id(ROOT),
-        "cuda_tree": tree_id(ROOT, "cuda"),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        **provenance(ROOT),
         "rows": rows,
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
 
     print(f"{report['cpu']}, {args.threads} threads, {rows[0]['path']}")
     print(

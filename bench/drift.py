@@ -7,13 +7,11 @@ start and with the same bf16 inputs. Writes bench/results/drift_{h200,cpu}.json 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from source_tree import commit_id, tree_id
+from source_tree import provenance, write_result
 
 import pylinattn
 
@@ -78,13 +76,10 @@ def main() -> None:
         "shape": f"{N} sequences, {HEADS} heads, K = V = {D}",
         "library": pylinattn.__version__,
         "torch": torch.__version__,
-        "commit": commit_id(ROOT),
-        "cuda_tree": tree_id(ROOT, "cuda"),
-        "date": datetime.date.today().isoformat(),
+        **provenance(ROOT),
         "rows": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(out, result)
     print("| op | pool | gates | step | state | o |\n|---|---|---|---|---|---|")
     for r in rows:
         print(

@@ -10,9 +10,7 @@ through cudaLaunchKernelExC; "c" is the library's call less that. Writes bench/r
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 import cffi
 import numpy as np
 import torch
-from source_tree import commit_id, tree_id
+from source_tree import provenance, write_result
 
 import pylinattn
 from pylinattn import _call, _exchange
@@ -292,13 +290,10 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("numpy", "torch", "cffi")},
         "library": pylinattn.__version__,
-        "commit": os.environ.get("LINATTN_COMMIT") or commit_id(ROOT),
-        "cuda_tree": tree_id(ROOT, "cuda"),
-        "date": datetime.date.today().isoformat(),
+        **provenance(ROOT),
         "rows": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(out, result)
     print("| op | arrays of | arrays | of them allocated | whole | " + " | ".join(PARTS) + " |")
     print("|---" * (len(PARTS) + 5) + "|")
     for row in rows:

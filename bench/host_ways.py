@@ -10,9 +10,7 @@ whose library is missing is a row that says so.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import time
@@ -24,7 +22,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch
 from host_cost import recorded
-from source_tree import commit_id, tree_id
+from source_tree import provenance, write_result
 
 import pylinattn
 import pylinattn.torch as fla_names
@@ -202,15 +200,12 @@ def main() -> None:
         "machine": platform.machine(),
         "python": platform.python_version(),
         "versions": {name: found for name in names if (found := version(name))},
-        "commit": os.environ.get("LINATTN_COMMIT") or commit_id(ROOT),
-        "cuda_tree": tree_id(ROOT, "cuda"),
-        "date": datetime.date.today().isoformat(),
+        **provenance(ROOT),
         "rows": rows,
     }
     name = "h200" if gpu else "cpu"
     out = options.out or ROOT / "bench" / "results" / f"host_ways_{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(out, result)
 
 
 if __name__ == "__main__":

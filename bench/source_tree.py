@@ -1,11 +1,14 @@
-"""The git tree id of a folder from its files alone, so that a copy without .git has it too."""
+"""What a result was measured on: the git tree id of cuda/ from its files alone, so that a copy without .git has it too."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 BUILT = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 
@@ -15,13 +18,16 @@ def _object_id(kind: str, data: bytes) -> bytes:
 
 
 def _git(root: Path, *args: str) -> str | None:
+    """What git says of this checkout; None of a copy, be it inside another checkout."""
+
+    def ask(*args: str) -> str:
+        command = ["git", "-C", str(root), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
-        )
+        return ask(*args) if Path(ask("rev-parse", "--show-toplevel")) == root.resolve() else None
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
 
 
 def _files(root: Path, folder: str) -> list[Path]:
@@ -68,3 +74,17 @@ def commit_id(root: Path) -> str:
     if not head:
         return "unknown"
     return f"{head}+changes" if _git(root, "status", "--porcelain") else head
+
+
+def provenance(root: Path) -> dict[str, str]:
+    """Commit, tree of cuda/ and date. LINATTN_COMMIT and LINATTN_CUDA_TREE name what git cannot."""
+    return {
+        "commit": os.environ.get("LINATTN_COMMIT") or commit_id(root),
+        "cuda_tree": os.environ.get("LINATTN_CUDA_TREE") or tree_id(root, "cuda"),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

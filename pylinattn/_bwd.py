@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._call import BETA_FORMS, GATES, SAVES, Array, Call, Op
+from ._call import Array, Call, Op
 from ._exchange import Exchange, exchanges
 from ._layout import Borrowed
+from ._lib import BETA_FORMS, GATES, SAVES
 
 _GDN_BWD, _KDA_BWD = Op("gdn_bwd"), Op("kda_bwd")
 

@@ -21,20 +21,14 @@ from ._layout import (
     parse_layout,
 )
 from ._lib import (
-    BETA_FORMS,
     CUDA,
-    DIRECTIONS,
     F32,
     F64,
-    GATES,
-    SAVES,
     U8,
     ffi,
     lib,
     raise_status,
 )
-
-__all__ = ["BETA_FORMS", "DIRECTIONS", "GATES", "SAVES", "Array", "Call", "Op"]
 
 _TENSOR = struct.Struct(f"<Q{LAYOUT_BYTES}s")
 _FORMATS = {

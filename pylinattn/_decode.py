@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ._call import BETA_FORMS, GATES, Array, Call, Op
+from ._call import Array, Call, Op
 from ._exchange import exchanges
+from ._lib import BETA_FORMS, GATES
 
 _GDN_DECODE, _KDA_DECODE = Op("gdn_decode"), Op("kda_decode")
 

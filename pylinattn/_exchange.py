@@ -74,9 +74,8 @@ class Exchange:
         self._struct.none = cast("void *", id(None))
         self._struct.type_at = _TYPE_AT
         self._address = int(cast("uintptr_t", self._struct))
-        self.is_compiling = (
-            torch.compiler.is_compiling
-        )  # then the call is left as one that breaks the graph
+        # Then the call is left as one that breaks the graph.
+        self.is_compiling = torch.compiler.is_compiling
         self.records_gradients = torch.is_grad_enabled
         self.any_requires_grad = torch._C._any_requires_grad
         self._fresh = fresh

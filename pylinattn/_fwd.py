@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._call import BETA_FORMS, GATES, SAVES, Array, Call, Op
+from ._call import Array, Call, Op
 from ._exchange import Exchange, exchanges
+from ._lib import BETA_FORMS, GATES, SAVES
 
 _GDN_FWD, _KDA_FWD = Op("gdn_fwd"), Op("kda_fwd")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._call import BETA_FORMS, DIRECTIONS, GATES, Array, Call, Op
+from ._call import Array, Call, Op
+from ._lib import BETA_FORMS, DIRECTIONS, GATES
 
 _GDN_SEGMENT, _KDA_SEGMENT = Op("gdn_segment"), Op("kda_segment")
 _SEGMENT_MERGE = Op("segment_merge")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ._call import BETA_FORMS, DIRECTIONS, GATES, Call
+from ._call import Call
 from ._dlpack import DTYPE_NAMES, Array
 from ._layout import NOT_GIVEN, Borrowed, Caller, make_layout
-from ._lib import ffi, raise_status
+from ._lib import BETA_FORMS, DIRECTIONS, GATES, ffi, raise_status
 from .ops import OPS
 
 _DTYPES = {name: code for code, name in DTYPE_NAMES.items()}

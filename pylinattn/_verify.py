@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._call import BETA_FORMS, GATES, Array, Call, Op
+from ._call import Array, Call, Op
 from ._exchange import exchanges
+from ._lib import BETA_FORMS, GATES
 
 _GDN_VERIFY, _KDA_VERIFY = Op("gdn_verify"), Op("kda_verify")
 _DELTA_COMMIT = Op("delta_commit")

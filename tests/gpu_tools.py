@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+from arrays import strides_for
 from cases import make
-from harness import POSITIONAL
+from harness import POSITIONAL, check, check_forward
 
 import pylinattn
 
 torch = pytest.importorskip("torch")
 FAMILIES = ["gdn", "kda"]
 CUDA = "cuda"
+CHUNKED = "cuda/chunked"
+FORWARD_OPTIONS = {  # keywords of the call, changes of the case
+    "plain": ((), {}),
+    "l2norm": ((("qk_l2norm", True),), {}),
+    "softplus": ((("gate", "softplus"), ("beta_form", "logits"), ("qk_l2norm", True)), {}),
+    "bounded": ((("gate", "bounded"), ("lower_bound", -5.0), ("beta_form", "logits_x2")), {}),
+    "f16": ((("qk_l2norm", True),), {"dtype": "f16"}),
+    "no_initial": ((("scale", -0.3),), {"initial": False}),
+    "bf16_states": ((), {"state_dtype": "bf16", "gate_dtype": "bf16"}),
+    "checkpoints": ((("checkpoint_every", 64),), {}),
+}
+V_FIRST = {n: (lambda s: strides_for(s, (0, 1, 3, 2))) for n in ("initial_state", "final_state")}
+
+
+def variant(case, **changes):
+    return dataclasses.replace(case, **changes)
+
+
+def check_chunked(case, done, inputs=None):
+    check(done.path == CHUNKED, f"last_path is {done.path}")
+    check_forward(case, done, inputs)
 
 
 def tensors(case, extra_tokens=0, device=None):

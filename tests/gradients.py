@@ -6,8 +6,9 @@ import dataclasses
 
 import cases
 import numpy as np
+import pytest
 from arrays import round_to
-from cases import Input
+from cases import Case, Input
 from harness import PYTHON_OPTIONS_OF_REFERENCE, Call, check, expect, need_kernel
 
 # Largest relative RMS error per sequence and head, by dtype of the gradient compared: what a loop in fp64 or fp32 leaves, and
@@ -16,8 +17,9 @@ TOLERANCE = {"f64": 1e-11, "f32": 5e-5} | cases.ROUNDING
 # Of a path that multiplies in half precision (targets.md).
 HALF_PRODUCTS = 1e-2
 # These are sums of products with rounded factors, a few numbers in all where spans are short or decays steep, and may be small
-# beside them: the error of a path that multiplies in half precision is then measured against the terms (size_of_terms).
-# To 5e-2, since what cancels in the sums over K is not told apart: q . k is often a tenth of what its terms would give.
+# beside them. Where a path that multiplies in half precision misses the target for them, the test is an expected failure if the
+# error is small against the terms (size_of_terms), and fails otherwise.
+# 5e-2, since what cancels in the sums over K is not told apart: q . k is often a tenth of what its terms would give.
 HALF_PRODUCTS_OF_TERMS = 5e-2
 SUMS = ("dq", "dk", "dg", "dbeta", "dA_log", "ddt_bias")
 LONG = 128  # tokens from which a sequence's numbers are many enough to be measured by themselves
@@ -28,6 +30,7 @@ OF = {
     "d_initial_state": "initial_state", "dA_log": "A_log", "ddt_bias": "dt_bias",
 }  # fmt: skip
 PER_TOKEN = ("dq", "dk", "dv", "dg", "dbeta")
+WITH_EMPTY = [(0, 0, 64, 0, 66), (0,), (0, 0, 0, 0)]  # lengths
 
 
 def make(case, extra_tokens=0, final=True):
@@ -109,31 +112,31 @@ def worst_error(name, got, want, spans):
 
 
 def fault_of(case, inputs, name, got, want, dtype, path, **options):
-    """What is wrong with a gradient, or None."""
+    """What is wrong with a gradient, and whether that is a miss to be expected; None if it is right."""
     limit = max(TOLERANCE[dtype], TOLERANCE["f32" if case.dtype != "f64" else "f64"])
     if not cases.is_token_loop(path):
         limit = HALF_PRODUCTS
     error, where = worst_error(name, got, want, case.spans)
     if error <= limit:
         return None
+    expected_miss = False
     if not cases.is_token_loop(path) and name in SUMS and np.isfinite(got).all():
         if case.gates == "usual" and "gate" not in case.keywords and name in PER_TOKEN:
             for b, first, end in case.spans:
                 for j in range(want.shape[2] if end - first >= LONG else 0):
                     error = cases.relative_rms(got[b, first:end, j], want[b, first:end, j])
                     if not error <= limit:
-                        return f"{name}: relative RMS error {error:.2e} of a long sequence, head {j}, allowed {limit:.0e}"
+                        text = f"relative RMS error {error:.2e} of a long sequence, head {j}"
+                        return f"{name}: {text}, allowed {limit:.0e}", False
         # Errors and sizes as they are, so that relative_rms divides the one by the other.
         size = np.maximum(np.abs(want), size_of_terms(case, inputs, name, **options))
-        error, where = worst_error(name, size + (got - want), size, case.spans)
-        limit = HALF_PRODUCTS_OF_TERMS
-        if error <= limit:
-            return None
-    return f"{name}: relative RMS error {error:.2e} at {where}, allowed {limit:.0e}"
+        of_terms, _ = worst_error(name, size + (got - want), size, case.spans)
+        expected_miss = of_terms <= HALF_PRODUCTS_OF_TERMS
+    return f"{name}: relative RMS error {error:.2e} at {where}, allowed {limit:.0e}", expected_miss
 
 
 def check_gradients(case, done, inputs=None, **options):
-    """Every gradient against the float64 reverse loop."""
+    """Every gradient against the float64 reverse loop. Comes last in a test, which a miss to be expected ends."""
     inputs = make(case) if inputs is None else inputs
     want = expected(case, inputs, **options)
     faults = []
@@ -146,4 +149,110 @@ def check_gradients(case, done, inputs=None, **options):
             fault_of(case, inputs, name, done[name], values, dtype, done.call.path, **options)
         )
     faults = [fault for fault in faults if fault]
-    check(not faults, f"{case.id}: " + "; ".join(faults))
+    report(case.id, faults)
+
+
+def report(what, faults):
+    text = f"{what}: " + "; ".join(text for text, _ in faults)
+    check(all(expected_miss for _, expected_miss in faults), text)
+    if faults:
+        pytest.xfail(f"few numbers, small beside their terms (docs/backward.md, Accuracy). {text}")
+
+
+# ---- promises that hold on every device
+
+
+def check_strong_decay(device, case):
+    """Every dg against what its sum is made of, not only in the mean."""
+    inputs = make(case)
+    done = backward(device, case, inputs)
+    want = expected(case, inputs).dg
+    size = np.sqrt((want * want).mean(axis=1, keepdims=True))
+    apart = np.abs(done["dg"] - want)
+    error = (apart / (np.abs(want) + 1e-3 * size)).max()
+    if error > 1e-2:
+        # A token loop has each number right; with rounded factors, a number is as good as the terms that it is the sum of.
+        of_terms = (apart / (np.abs(want) + 0.5 * size)).max()
+        expected_miss = not cases.is_token_loop(done.call.path) and of_terms <= 1e-2
+        report(case.id, [(f"dg is off by {error:.1e} of itself at a token", expected_miss)])
+
+
+def check_first_tokens(device, case):
+    dg = backward(device, case)["dg"]
+    for _, first, _ in case.spans:
+        check(not dg[0, first].any(), f"{case.dtype}: dg of a first token is {dg[0, first]}")
+
+
+def check_saturated_gates(device, case):
+    """Raw gate inputs where the activation is flat, or infinite: finite gradients, 0 where nothing passes."""
+    inputs = make(case)
+    g = inputs["g"].values.copy()
+    g[:, 3], g[:, 7], g[:, 11], g[:, 13] = 1e4, -1e4, np.inf, -np.inf
+    inputs["g"] = Input(g, inputs["g"].dtype)
+    done = backward(device, case, inputs)
+    for name, bits in done.bits().items():
+        check(bits and np.isfinite(done[name]).all(), f"{name} is not finite")
+    check_gradients(case, done, inputs)
+
+
+def check_empty_sequences(device, case):
+    """They pass the gradient of the state through."""
+    inputs = make(case)
+    done = backward(device, case, inputs)
+    for n, length in enumerate(case.lengths):
+        same = np.array_equal(done["d_initial_state"][n], inputs["d_final_state"].values[n])
+        check(same or length, f"{case.lengths}: sequence {n} changed its state's gradient")
+    if sum(case.lengths):
+        check_gradients(case, done)
+
+
+def check_packing(device, case, inputs):
+    """Packed sequences have the bits of each alone. Returns the packed call."""
+    packed = backward(device, case, inputs)
+    for n, (_, first, end) in enumerate(case.spans):
+        alone = dataclasses.replace(case, lengths=(end - first,))
+        own = {}
+        for name, x in inputs.items():
+            if name in ("A_log", "dt_bias"):
+                own[name] = x
+            elif name in ("initial_state", "d_final_state"):
+                own[name] = x._replace(values=x.values[n : n + 1])
+            elif name != "cu_seqlens":
+                own[name] = x._replace(values=x.values[:, first:end])
+        own["cu_seqlens"] = Input(np.array([0, end - first]), "i32")
+        done = backward(device, alone, own)
+        for name in (*PER_TOKEN, "d_initial_state"):
+            part = packed[name][n] if name == "d_initial_state" else packed[name][0, first:end]
+            same = np.array_equal(done[name][0], part)
+            check(same, f"{name} of sequence {n} depends on the pack")
+    return packed
+
+
+def check_nan_stays(device, family, K, dtype):
+    """In its sequence; and rows past the end are left alone."""
+    case = Case(family, (40, 30, 20), 1, 2, K, K, dtype)
+    inputs = make(case, extra_tokens=9)
+    clean = backward(device, case, inputs)
+    spoiled = {}
+    for name, x in inputs.items():
+        values = x.values.copy()
+        if name in ("q", "k", "v", "g", "beta", "d_o"):
+            values[:, 40:70] = np.nan
+            values[:, 90:] = np.nan
+        spoiled[name] = x._replace(values=values)
+    done = backward(device, case, spoiled)
+    for name in PER_TOKEN:
+        got, want = done[name], clean[name]
+        check(np.array_equal(got[:, :40], want[:, :40]), f"{name}: NaN went to sequence 0")
+        check(np.array_equal(got[:, 70:90], want[:, 70:90]), f"{name}: NaN went to sequence 2")
+        check(np.isnan(got[:, 90:]).all(), f"{name}: rows past cu_seqlens[-1] were written")
+    for n in (0, 2):
+        same = np.array_equal(done["d_initial_state"][n], clean["d_initial_state"][n])
+        check(same, f"NaN went to the state of sequence {n}")
+
+
+def check_optional_outputs(device, case, optional):
+    everything = backward(device, case)
+    for left_out in optional:
+        done = backward(device, case, outputs={left_out: None})
+        check(done.bits(PER_TOKEN) == everything.bits(PER_TOKEN), f"{left_out} changes the others")

@@ -10,10 +10,18 @@ from cases import HARD_GATES, HARD_KEYS, Case, Input
 from gradients import (
     OF,
     PER_TOKEN,
+    WITH_EMPTY,
     Backward,
     backward,
     backward_call,
+    check_empty_sequences,
+    check_first_tokens,
     check_gradients,
+    check_nan_stays,
+    check_optional_outputs,
+    check_packing,
+    check_saturated_gates,
+    check_strong_decay,
     expected,
     make,
     op_of,
@@ -168,38 +176,21 @@ def test_repeated_keys(cpu, dtype, family, gates):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dg_token_by_token_under_strong_decay(cpu, family):
-    """Gates up to A_log = log 16, every dg against what its sum is made of, not only in the mean."""
-    case = Case(family, (200,), 1, 4, 32, 32, "f32", gates="A_log_16")
-    inputs = make(case)
-    got, want = backward(cpu, case, inputs)["dg"], expected(case, inputs).dg
-    size = np.sqrt((want * want).mean(axis=1, keepdims=True))
-    error = np.abs(got - want) / (np.abs(want) + 1e-3 * size)
-    check(error.max() <= 1e-2, f"dg is off by {error.max():.1e} of itself at a token")
+    """Gates up to A_log = log 16."""
+    check_strong_decay(cpu, Case(family, (200,), 1, 4, 32, 32, "f32", gates="A_log_16"))
 
 
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_first_token_without_a_state_has_no_dg(cpu, family):
-    for dtype in ("f64", "f32", "bf16"):
-        case = Case(family, (70, 1, 5), 1, 2, 16, 16, dtype, initial=False)
-        dg = backward(cpu, case)["dg"]
-        for _, first, _ in case.spans:
-            check(not dg[0, first].any(), f"{dtype}: dg of a first token is {dg[0, first]}")
+def test_first_token_without_a_state_has_no_dg(cpu, family, dtype):
+    check_first_tokens(cpu, Case(family, (70, 1, 5), 1, 2, 16, 16, dtype, initial=False))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 def test_saturated_raw_gates(cpu, family, gate):
-    """Raw gate inputs where the activation is flat, or infinite: finite gradients, 0 where nothing passes."""
     options = (("gate", gate),) + ((("lower_bound", -5.0),) if gate == "bounded" else ())
-    case = Case(family, (40,), 1, 2, 8, 8, "f32", options=options)
-    inputs = make(case)
-    g = inputs["g"].values.copy()
-    g[:, 3], g[:, 7], g[:, 11], g[:, 13] = 1e4, -1e4, np.inf, -np.inf
-    inputs["g"] = Input(g, "f32")
-    done = backward(cpu, case, inputs)
-    for name, bits in done.bits().items():
-        check(bits and np.isfinite(done[name]).all(), f"{name} is not finite")
-    check_gradients(case, done, inputs)
+    check_saturated_gates(cpu, Case(family, (40,), 1, 2, 8, 8, "f32", options=options))
 
 
 def test_every_length(cpu):
@@ -211,17 +202,10 @@ def test_every_length(cpu):
 # ---- promises
 
 
-def test_empty_sequences_pass_the_state_gradient_through(cpu):
-    for family in FAMILIES:
-        for lengths in ((0, 0, 64, 0, 66), (0,), (0, 0, 0, 0)):
-            case = Case(family, lengths, 1, 2, 8, 12, "f32")
-            inputs = make(case)
-            done = backward(cpu, case, inputs)
-            for n, length in enumerate(lengths):
-                same = np.array_equal(done["d_initial_state"][n], inputs["d_final_state"].values[n])
-                check(same or length, f"{lengths}: sequence {n} changed its state's gradient")
-            if sum(lengths):
-                check_gradients(case, done)
+@pytest.mark.parametrize("lengths", WITH_EMPTY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_empty_sequences_pass_the_state_gradient_through(cpu, family, lengths):
+    check_empty_sequences(cpu, Case(family, lengths, 1, 2, 8, 12, "f32"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,23 +228,7 @@ def test_no_tokens_no_sequences_no_heads(cpu, family):
 def test_packing_and_threads_do_not_show_in_the_bits(cpu, family, dtype, monkeypatch):
     case = Case(family, (70, 3, 200), 2, 4, 32, 64, dtype, options=(("qk_l2norm", True),))
     inputs = make(case)
-    names = (*PER_TOKEN, "d_initial_state")
-    packed = backward(cpu, case, inputs)
-    for n, (_, first, end) in enumerate(case.spans):
-        alone = Case(family, (end - first,), 2, 4, 32, 64, dtype, options=case.options)
-        own = {}
-        for name, x in inputs.items():
-            if name == "cu_seqlens":
-                continue
-            state = name in ("initial_state", "d_final_state")
-            own[name] = x._replace(values=x.values[n : n + 1] if state else x.values[:, first:end])
-        own["cu_seqlens"] = Input(np.array([0, end - first]), "i32")
-        done = backward(cpu, alone, own)
-        for name in names:
-            part = packed[name][n] if name == "d_initial_state" else packed[name][0, first:end]
-            check(
-                np.array_equal(done[name][0], part), f"{name} of sequence {n} depends on the pack"
-            )
+    packed = check_packing(cpu, case, inputs)
     for threads in ("1", "2", "7"):
         monkeypatch.setenv("LINATTN_NUM_THREADS", threads)
         for _ in range(3):
@@ -270,25 +238,7 @@ def test_packing_and_threads_do_not_show_in_the_bits(cpu, family, dtype, monkeyp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_stays_in_its_sequence_and_rows_past_the_end_are_left_alone(cpu, family):
-    case = Case(family, (40, 30, 20), 1, 2, 16, 16, "f32")
-    inputs = make(case, extra_tokens=9)
-    clean = backward(cpu, case, inputs)
-    spoiled = {}
-    for name, x in inputs.items():
-        values = x.values.copy()
-        if name in ("q", "k", "v", "g", "beta", "d_o"):
-            values[:, 40:70] = np.nan
-            values[:, 90:] = np.nan
-        spoiled[name] = x._replace(values=values)
-    done = backward(cpu, case, spoiled)
-    for name in PER_TOKEN:
-        got, want = done[name], clean[name]
-        check(np.array_equal(got[:, :40], want[:, :40]), f"{name}: NaN went to sequence 0")
-        check(np.array_equal(got[:, 70:90], want[:, 70:90]), f"{name}: NaN went to sequence 2")
-        check(np.isnan(got[:, 90:]).all(), f"{name}: rows past cu_seqlens[-1] were written")
-    for n in (0, 2):
-        same = np.array_equal(done["d_initial_state"][n], clean["d_initial_state"][n])
-        check(same, f"NaN went to the state of sequence {n}")
+    check_nan_stays(cpu, family, 16, "f32")
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "bf16"])
@@ -324,19 +274,19 @@ def test_expanded_gradients_of_the_outputs(cpu, family, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_optional_outputs_and_inputs(cpu, family):
+def test_optional_outputs(cpu, family):
     case = Case(family, (50, 9), 1, 2, 16, 16, "f32", options=(("gate", "softplus"),))
-    everything = backward(cpu, case)
-    for left_out in ("d_initial_state", "dA_log", "ddt_bias"):
-        done = backward(
-            cpu, case, outputs={"d_initial_state": None} if left_out == "d_initial_state" else {}
-        )
-        check(done.bits(PER_TOKEN) == everything.bits(PER_TOKEN), f"{left_out} changes the others")
-    inputs = make(case, final=False)
+    check_optional_outputs(cpu, case, ("d_initial_state", "dA_log", "ddt_bias"))
+
+
+@pytest.mark.parametrize("left_out", ["initial_state", "d_final_state"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_optional_inputs(cpu, family, left_out):
+    initial, final = left_out != "initial_state", left_out != "d_final_state"
+    options = (("gate", "softplus"),) if initial else ()
+    case = Case(family, (50, 9), 1, 2, 16, 16, "f32", options=options, initial=initial)
+    inputs = make(case, final=final)
     check_gradients(case, backward(cpu, case, inputs), inputs)
-    plain = Case(family, (50, 9), 1, 2, 16, 16, "f32", initial=False)
-    inputs = make(plain)
-    check_gradients(plain, backward(cpu, plain, inputs), inputs)
 
 
 def test_gradients_are_added_up_over_a_group(cpu):

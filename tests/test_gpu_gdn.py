@@ -7,13 +7,25 @@ import numpy as np
 import pytest
 from arrays import round_to, strides_for
 from cases import Case, Input, make, unit
-from gpu_tools import CUDA, capture, outputs_like, run, same_bits, tensors, torch
-from harness import Forward, check, check_forward, forward, forward_call, rows
+from gpu_tools import (
+    CHUNKED,
+    CUDA,
+    FORWARD_OPTIONS,
+    V_FIRST,
+    capture,
+    check_chunked,
+    outputs_like,
+    run,
+    same_bits,
+    tensors,
+    torch,
+    variant,
+)
+from harness import Forward, check, forward, forward_call, rows
 
 import pylinattn
 
 pytestmark = pytest.mark.gpu
-CHUNKED = "cuda/chunked"
 MIXED = (16, 65, 0, 64, 140, 23, 80)
 # What one CTA gets: all columns of V, half of them, half of them of a segment, or K = V = 64.
 REGIMES = {
@@ -26,35 +38,13 @@ REGIMES = {
 regimes = pytest.mark.parametrize("regime", REGIMES)
 
 
-def variant(case, **changes):
-    return cases.dataclasses.replace(case, **changes)
-
-
-def check_chunked(case, done, inputs=None):
-    check(done.path == CHUNKED, f"last_path is {done.path}")
-    check_forward(case, done, inputs)
-
-
 # ---- every regime with every option
 
 
-OPTIONS = {
-    "plain": ((), {}),
-    "l2norm": ((("qk_l2norm", True),), {}),
-    "softplus": ((("gate", "softplus"), ("beta_form", "logits"), ("qk_l2norm", True)), {}),
-    "bounded": ((("gate", "bounded"), ("lower_bound", -5.0), ("beta_form", "logits_x2")), {}),
-    "f16": ((("qk_l2norm", True),), {"dtype": "f16"}),
-    "no_initial": ((("scale", -0.3),), {"initial": False}),
-    "bf16_states": ((), {"state_dtype": "bf16", "gate_dtype": "bf16"}),
-    "checkpoints": ((("checkpoint_every", 64),), {}),
-}
-V_FIRST = {n: (lambda s: strides_for(s, (0, 1, 3, 2))) for n in ("initial_state", "final_state")}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", FORWARD_OPTIONS)
 @regimes
 def test_options(gpu, regime, options):
-    keywords, changes = OPTIONS[options]
+    keywords, changes = FORWARD_OPTIONS[options]
     case = variant(REGIMES[regime], options=keywords, **changes)
     check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
 
@@ -164,7 +154,14 @@ def test_what_a_token_gets_depends_on_no_later_token(gpu):
 def test_few_tokens_after_a_reset(gpu, D, options):
     """A short last chunk finds two tokens: what its queries see of S is small beside the rounding of S in half precision."""
     case = Case(
-        "gdn", (65, 66, 67, 68, 70, 72, 65, 129), 2, 8, D, D, "bf16", options=OPTIONS[options][0]
+        "gdn",
+        (65, 66, 67, 68, 70, 72, 65, 129),
+        2,
+        8,
+        D,
+        D,
+        "bf16",
+        options=FORWARD_OPTIONS[options][0],
     )
     inputs = make(case)
     for _, a, b in case.spans:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import cases
 import numpy as np
 import pytest
-from arrays import strides_for
 from cases import Case, Input, make
-from gpu_tools import CUDA, outputs_like, random_inputs, run, same_bits, tensors, torch
-from harness import Forward, check, check_forward, forward, forward_call, rows
+from gpu_tools import (
+    CHUNKED,
+    CUDA,
+    FORWARD_OPTIONS,
+    V_FIRST,
+    capture,
+    check_chunked,
+    outputs_like,
+    random_inputs,
+    run,
+    same_bits,
+    tensors,
+    torch,
+    variant,
+)
+from harness import Forward, check, forward, forward_call, rows
 
 import pylinattn
 
 pytestmark = pytest.mark.gpu
-CHUNKED = "cuda/chunked"
 MIXED = (1, 70, 0, 64, 130, 31, 33, 3)
 FEW = Case("kda", MIXED, 1, 2, 128, 128, "bf16")  # 64 columns of V a CTA
 MANY = Case("kda", MIXED * 8, 1, 2, 128, 128, "bf16")  # all 128, more items than CTAs when 132 SMs
@@ -25,26 +37,7 @@ def generator():
     return torch.Generator(CUDA).manual_seed(0)
 
 
-def variant(case, **changes):
-    return cases.dataclasses.replace(case, **changes)
-
-
-def check_chunked(case, done, inputs=None):
-    check(done.path == CHUNKED, f"last_path is {done.path}")
-    check_forward(case, done, inputs)
-
-
-OPTIONS = {
-    "plain": ((), {}),
-    "l2norm": ((("qk_l2norm", True),), {}),
-    "softplus": ((("gate", "softplus"), ("beta_form", "logits"), ("qk_l2norm", True)), {}),
-    "bounded": ((("gate", "bounded"), ("lower_bound", -5.0), ("beta_form", "logits_x2")), {}),
-    "f16": ((("qk_l2norm", True),), {"dtype": "f16", "gate_dtype": "f16"}),
-    "no_initial": ((("scale", -0.3),), {"initial": False}),
-    "bf16_states": ((), {"state_dtype": "bf16", "gate_dtype": "bf16"}),
-    "checkpoints": ((("checkpoint_every", 64),), {}),
-}
-V_FIRST = {n: (lambda s: strides_for(s, (0, 1, 3, 2))) for n in ("initial_state", "final_state")}
+OPTIONS = FORWARD_OPTIONS | {"f16": ((("qk_l2norm", True),), {"dtype": "f16", "gate_dtype": "f16"})}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -85,11 +78,7 @@ def test_hard_gates(gpu, gates, dtype):
 UNDAMPED = (
     "one key with beta 2 turns its state over at every token: what is rounded adds up (docs/kda.md)"
 )
-MISSED = (
-    "one_key_b2-bf16",
-    "one_key_b2-f16",
-    "near_key_b2-bf16",
-)  # o 6.3e-3 on an H200 in the last
+MISSED = ("one_key_b2-bf16", "one_key_b2-f16", "near_key_b2-bf16")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -249,13 +238,7 @@ def test_graph_replay_with_other_lengths(gpu):
     case = variant(FEW, lengths=(130, 40, 30))
     inputs, outputs = tensors(case), outputs_like(case)
     call = lambda: run("kda_fwd", inputs, **outputs)  # noqa: E731
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
+    graph = capture(call)
     for lengths in ((10, 90, 100), (200, 0, 0), (0, 1, 199)):
         inputs["cu_seqlens"].copy_(torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32))
         graph.replay()

@@ -8,7 +8,8 @@ import pytest
 from harness import check
 
 torch = pytest.importorskip("torch")
-from test_torch import Problem, both, check_close, relative_rms  # noqa: E402
+from gpu_tools import capture  # noqa: E402
+from test_torch import Problem, both, check_close, opcheck, relative_rms  # noqa: E402
 
 import pylinattn  # noqa: E402
 import pylinattn.torch as ours  # noqa: E402
@@ -63,20 +64,8 @@ def test_recurrent_calls(gpu, per_channel, case):
 @pytest.mark.parametrize("per_channel", [False, True], ids=["gdn", "kda"])
 def test_opcheck(gpu, per_channel):
     case = dict(gate="softplus", sigmoid=True, l2norm=True, state=True, v_first=True)
-    _, p = problems(case, per_channel, 64)
-    heads = p.g.shape[2:]
-    arrays = tuple(
-        x if x is None else x.detach()
-        for x in (p.q, p.k, p.v, p.g, p.beta, p.state, None, p.A_log.view(heads[0]), p.dt_bias.view(heads))
-    )  # fmt: skip
-    options = (0.5, 0.0, True, "softplus", "logits", True)
-    family = "kda" if per_channel else "gdn"
-    for name in ("fwd", "decode"):
-        op = getattr(torch.ops.pylinattn, f"{family}_{name}").default
-        torch.library.opcheck(op, (*arrays, *options, True))
-    op = getattr(torch.ops.pylinattn, f"{family}_bwd").default
-    d_final = torch.randn_like(p.state)
-    torch.library.opcheck(op, (*arrays, torch.randn_like(p.v), d_final, *options))
+    _, problem = problems(case, per_channel, 64)
+    opcheck(problem, per_channel, True)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["gdn", "kda"])
@@ -103,14 +92,9 @@ def test_captured_training_step(gpu, per_channel):
         o, final = problem.ours()
         return torch.autograd.grad((o.float().square().sum(), final.square().sum()), tensors)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    results = []
+    graph = capture(lambda: results.append(step()))
+    captured = results[-1]
     for _ in range(3):
         with torch.no_grad():
             problem.v.normal_()

@@ -353,15 +353,11 @@ def test_gates():
 # ---- as torch ops
 
 
-@pytest.mark.parametrize("per_channel", [False, True], ids=["gdn", "kda"])
-@pytest.mark.parametrize("final", [False, True], ids=["o", "o_state"])
-def test_opcheck(per_channel, final):
-    case = dict(gate="softplus", sigmoid=True, l2norm=True, state=True, v_first=True)
-    problem = Problem(case, per_channel, torch.float32, grad=False)
-    heads = problem.g.shape[2:]
-    arrays = (
-        problem.q, problem.k, problem.v, problem.g, problem.beta, problem.state, None,
-        problem.A_log.view(heads[0]), problem.dt_bias.view(heads),
+def opcheck(p, per_channel, final):
+    heads = p.g.shape[2:]
+    arrays = tuple(
+        x if x is None else x.detach()
+        for x in (p.q, p.k, p.v, p.g, p.beta, p.state, None, p.A_log.view(heads[0]), p.dt_bias.view(heads))
     )  # fmt: skip
     options = (0.5, 0.0, True, "softplus", "logits", True)
     family = "kda" if per_channel else "gdn"
@@ -369,8 +365,15 @@ def test_opcheck(per_channel, final):
         op = getattr(torch.ops.pylinattn, f"{family}_{name}").default
         torch.library.opcheck(op, (*arrays, *options, final))
     op = getattr(torch.ops.pylinattn, f"{family}_bwd").default
-    d_final = torch.randn_like(problem.state) if final else None
-    torch.library.opcheck(op, (*arrays, torch.randn_like(problem.v), d_final, *options))
+    d_final = torch.randn_like(p.state) if final else None
+    torch.library.opcheck(op, (*arrays, torch.randn_like(p.v), d_final, *options))
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("final", [False, True], ids=["o", "o_state"])
+def test_opcheck(per_channel, final):
+    case = dict(gate="softplus", sigmoid=True, l2norm=True, state=True, v_first=True)
+    opcheck(Problem(case, per_channel, torch.float32, grad=False), per_channel, final)
 
 
 @pytest.mark.slow
