@@ -139,7 +139,7 @@ struct Gradients : GradientsParts<C> {
         add_scaled(dk, x, f.write, s_k, after);
         put_rows(smem.c[group], c_dots), put_rows(smem.after[group], after);
         ptx::fence_proxy_async_shared_cta();
-        ptx::bar_sync(kTilesRead, kThreads);
+        ptx::barrier_sync(kTilesRead, kThreads);
         const uint32_t of_q = Rows::mn_major_low(s_q, 0, 64 * group), of_k = Rows::mn_major_low(s_k, 0, 64 * group);
         ptx::register_fence(dq), ptx::register_fence(dk);
         issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dq, Square::k_major_low(s_pairs, 0, 0), of_k, true);

@@ -237,7 +237,7 @@ struct GradientsParts {
             ptx::mbarrier_wait_parity(barrier(kTileOfGrad), phase);
             state_product();
             ptx::fence_proxy_async_shared_cta();
-            ptx::bar_sync(kTilesRead, kThreads);
+            ptx::barrier_sync(kTilesRead, kThreads);
             more = cursor.advance();
             if (more) fetch(cursor.c, place ^ 1);
             gates(c, f);

@@ -378,6 +378,12 @@ struct Prepare {
         ptx::cp_async_bulk_store(to, from, static_cast<uint32_t>(bytes));
     }
 
+    // By ordinary stores: initcheck of compute-sanitizer does not see a bulk copy, and these are read by ordinary loads too.
+    __device__ __forceinline__ void store_factors(Factors *to) const {
+        for (int i = thread; i < static_cast<int>(sizeof(Factors) / 16); i += kTeamThreads)
+            reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(&f)[i];
+    }
+
     // One value head by one team; in: by warp 3.
     __device__ __forceinline__ void value_head(const Chunk &c, const GateInputs &in) const {
         if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
@@ -391,13 +397,13 @@ struct Prepare {
         bool hard = finish(decay);
         hard = pairs(decay) || hard;
         if (hard) call.flag(c.n, c.head);
+        const int64_t at = call.of_value(c.index, c.head);
+        store_factors(call.factors + at);
         ptx::fence_proxy_async_shared_cta();
         together();
         if (thread != 0) return;
-        const int64_t at = call.of_value(c.index, c.head);
         store(tile_of<Square>(call.pairs, at), s_pairs(), Square::kBytes);
         store(tile_of<Square>(call.solve, at), s_solve(), Square::kBytes);
-        store(call.factors + at, ptx::shared_address(&f), sizeof(Factors));
         ptx::cp_async_bulk_commit_group();
     }
 
