@@ -63,28 +63,6 @@ static bool fits_decode(const DeltaParams &p) {
     return contiguous && p.N * p.HV <= INT32_MAX / 4;  // tiles are counted in 32 bits, up to four a state
 }
 
-// In chunks wherever TMA can address the inputs, token by token elsewhere.
-static uint64_t gdn_fwd_workspace(const DeltaParams &p) {
-    const uint64_t bytes = recurrent_workspace(p);
-    return gdn_chunked_fits(p) ? gdn_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
-}
-
-const char *gdn_fwd(const DeltaParams &p) {
-    if (!gdn_chunked_fits(p)) return recurrent(p);
-    launch_gdn_fwd_chunked(p, multiprocessors(p.device));
-    return "cuda/chunked";
-}
-
-static uint64_t kda_fwd_workspace(const DeltaParams &p) {
-    const uint64_t bytes = recurrent_workspace(p);
-    return kda_chunked_fits(p) ? kda_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
-}
-const char *kda_fwd(const DeltaParams &p) {
-    if (!kda_chunked_fits(p)) return recurrent(p);
-    launch_kda_fwd_chunked(p, multiprocessors(p.device));
-    return "cuda/chunked";
-}
-
 const char *gdn_decode(const DeltaParams &p) {
     if (!fits_decode(p)) return recurrent(p);
     launch_gdn_decode(p, multiprocessors(p.device));
@@ -95,6 +73,40 @@ const char *kda_decode(const DeltaParams &p) {
     launch_kda_decode(p, multiprocessors(p.device));
     return "cuda/decode";
 }
+
+// A forward over so few tokens, from states to states of one layout, is a decode call that writes elsewhere: exact, and without a
+// chunk's fixed costs. Not of packed sequences, whose bits must not depend on how long the others are.
+static bool decodes(const DeltaParams &p) {
+    constexpr int64_t kFewTokens = 4;
+    const Tensor &in = p.state_in, &out = p.state_out;
+    return p.T >= 1 && p.T <= kFewTokens && !p.cu_seqlens && !p.checkpoints && in && out && in.dtype == out.dtype &&
+           in.stride[2] == out.stride[2] && in.stride[3] == out.stride[3] && fits_decode(p);
+}
+
+// In chunks wherever TMA can address the inputs, token by token elsewhere.
+static uint64_t gdn_fwd_workspace(const DeltaParams &p) {
+    const uint64_t bytes = recurrent_workspace(p);
+    return !decodes(p) && gdn_chunked_fits(p) ? gdn_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
+}
+
+const char *gdn_fwd(const DeltaParams &p) {
+    if (decodes(p)) return gdn_decode(p);
+    if (!gdn_chunked_fits(p)) return recurrent(p);
+    launch_gdn_fwd_chunked(p, multiprocessors(p.device));
+    return "cuda/chunked";
+}
+
+static uint64_t kda_fwd_workspace(const DeltaParams &p) {
+    const uint64_t bytes = recurrent_workspace(p);
+    return !decodes(p) && kda_chunked_fits(p) ? kda_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
+}
+const char *kda_fwd(const DeltaParams &p) {
+    if (decodes(p)) return kda_decode(p);
+    if (!kda_chunked_fits(p)) return recurrent(p);
+    launch_kda_fwd_chunked(p, multiprocessors(p.device));
+    return "cuda/chunked";
+}
+
 const char *gdn_verify(const DeltaParams &p) { return gdn_decode(p); }
 const char *kda_verify(const DeltaParams &p) { return kda_decode(p); }
 

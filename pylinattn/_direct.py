@@ -14,6 +14,7 @@ from ._layout import keep
 from ._lib import BETA_FORMS, GATES
 
 DECODE_TOKENS = 16  # of a sequence, on average; a recurrent call with more takes the forward op
+FEW_TOKENS = 4  # with no more a GPU's forward op decodes too, from one state to another
 
 
 def decodes(q: Any, cu_seqlens: Any) -> bool:
@@ -96,12 +97,17 @@ class Direct:
         B, T, HV, V = v.shape
         o = exchange.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
         options_of_op = (scale, lower_bound, l2norm, GATES[gate], BETA_FORMS[beta_form], 0)
-        if decode and initial is not None:
+        writes = decode or output_final_state
+        copies = decode and initial is not None
+        if copies:
             wide = self._float64 if q.dtype is self._float64 else self._float32
             if initial.dtype is not wide or not initial.is_contiguous():
                 return None
+            if q.is_cuda and cu is None and T <= FEW_TOKENS:
+                decode = copies = False
+        if copies:
             final = initial.clone()
-        elif decode or output_final_state:
+        elif writes:
             K, N = q.size(3), B if cu is None else cu.size(0) - 1
             final = exchange.states(q, N, HV, *((V, K) if v_first else (K, V)))
             if decode:
