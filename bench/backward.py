@@ -1,14 +1,17 @@
-"""Times the backward of GDN and KDA on a GPU, alone and with the forward: python bench/backward.py
+"""Times the backward of GDN and KDA on a GPU, alone and with the forward: python bench/backward.py [--peer 16/32,4/8]
 
 Device time of graph replays with the L2 flushed, peak memory of the call beside it, and the largest difference of two calls
-(none is allowed). Whether the gradients are right is what tests/test_gpu_backward.py shows. Writes
-bench/results/backward_h200.json and prints a table.
+(none is allowed). --peer names head counts for which FlashQLA, where it can be imported, does the same in the same process, and how far
+its gradients are from ours; it compiles for each of them. Whether gradients are right is what tests/test_gpu_backward.py shows.
+Writes bench/results/backward_h200.json after every row and prints a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,71 +30,114 @@ LENGTHS = {
 }
 HEADS = {"gdn": ((16, 32), (4, 8), (2, 4), (16, 64)), "kda": ((8, 8),)}
 KDA_LENGTHS = ("1x8192", "8x1024")
+REPEATS = 11
+COLUMNS = ("op", "case", "impl", "backward_ms", "forward_and_backward_ms", "peak_MB", "from_ours")
 
 
-def inputs(family: str, lengths: list[int], H: int, HV: int) -> tuple[list[Any], dict[str, Any]]:
+def inputs(family: str, lengths: list[int], H: int, HV: int) -> tuple[list[Any], Any]:
+    """q, k (normalised), v, g, beta and do; the bounds of the sequences."""
     generator = torch.Generator("cuda").manual_seed(0)
     options: dict[str, Any] = dict(device="cuda", generator=generator)
     T, D = sum(lengths), 128
-    q, k = (torch.randn(1, T, H, D, **options).bfloat16() for _ in range(2))
+    q, k = (
+        torch.nn.functional.normalize(torch.randn(1, T, H, D, **options), dim=-1).bfloat16()
+        for _ in range(2)
+    )
     v, d_o = (torch.randn(1, T, HV, D, **options).bfloat16() for _ in range(2))
     gate = (1, T, HV, D) if family == "kda" else (1, T, HV)
     g = torch.nn.functional.logsigmoid(torch.randn(*gate, **options)) / 16
     beta = torch.rand(1, T, HV, **options)
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-    return [q, k, v, g, beta, d_o], {"cu_seqlens": bounds, "qk_l2norm": True}
+    return [q, k, v, g, beta, d_o], bounds
 
 
-def measure(watch: Stopwatch, family: str, case: str, H: int, HV: int) -> dict[str, Any]:
-    arrays, options = inputs(family, LENGTHS[case], H, HV)
+def peak_of(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)
+
+
+def ours(watch: Stopwatch, family: str, arrays: list[Any], bounds: Any) -> dict[str, Any]:
     forward, backward = (getattr(pylinattn, f"{family}_{op}") for op in ("fwd", "bwd"))
 
     def alone() -> Any:
-        return backward(*arrays, **options)
+        return [x for x in backward(*arrays, cu_seqlens=bounds) if x is not None]
 
     def both() -> Any:
-        return forward(*arrays[:5], **options), backward(*arrays, **options)
+        return forward(*arrays[:5], cu_seqlens=bounds), alone()
 
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    first = [x for x in alone() if x is not None]
-    peak = torch.cuda.max_memory_allocated() - before
-    path = pylinattn.last_path()
-    second = [x for x in alone() if x is not None]
-    apart = max(float((a.float() - b.float()).abs().max()) for a, b in zip(first, second))
+    first, path = alone(), pylinattn.last_path()
+    apart = max(float((a.float() - b.float()).abs().max()) for a, b in zip(first, alone()))
     return {
-        "op": f"{family}_bwd",
-        "case": f"{case} h{H}/{HV}",
+        "impl": "pylinattn",
+        "version": pylinattn.__version__,
         "path": path,
-        "backward_ms": round(watch.device_ms(alone, 11)[0], 4),
-        "forward_and_backward_ms": round(watch.device_ms(both, 11)[0], 4),
-        "peak_MB": round(peak / 1e6, 1),
+        "backward_ms": round(watch.device_ms(alone, REPEATS)[0], 4),
+        "forward_and_backward_ms": round(watch.device_ms(both, REPEATS)[0], 4),
+        "peak_MB": peak_of(both),
         "difference_of_two_calls": apart,
+    }
+
+
+def flash_qla(watch: Stopwatch, arrays: list[Any], bounds: Any) -> dict[str, Any]:
+    from flash_qla import chunk_gated_delta_rule
+
+    leaves = [x.detach().clone().requires_grad_() for x in arrays[:5]]
+
+    def both() -> Any:
+        o = chunk_gated_delta_rule(*leaves, output_final_state=False, cu_seqlens=bounds)[0]
+        return torch.autograd.grad(o, leaves, arrays[5])
+
+    theirs = both()
+    mine = pylinattn.gdn_bwd(*arrays, cu_seqlens=bounds)
+    distance = max(
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(theirs, mine)
+    )
+    return {
+        "impl": "flash_qla",
+        "version": version("flash-qla"),
+        "forward_and_backward_ms": round(watch.device_ms(both, REPEATS)[0], 4),
+        "peak_MB": peak_of(both),
+        "from_ours": float(f"{distance:.1e}"),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/backward_h200.json")
+    parser.add_argument("--peer", default="", help="head counts, such as 16/32,4/8")
     options = parser.parse_args()
-    watch = Stopwatch()
-    rows = []
-    for family, heads in HEADS.items():
-        for (H, HV), case in itertools.product(heads, LENGTHS):
-            if family == "kda" and case not in KDA_LENGTHS:
-                continue
-            row = measure(watch, family, case, H, HV)
-            rows.append(row)
-            print(*row.values(), sep=" | ", flush=True)
-    result = {
+    watch, with_peer = Stopwatch(), options.peer.split(",")
+    result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
-        "dtype": "bfloat16, K = V = 128, l2norm inside",
-        "library": pylinattn.__version__,
+        "inputs": "bfloat16, K = V = 128, q and k normalised outside",
         "torch": torch.__version__,
         **provenance(ROOT),
-        "rows": rows,
+        "rows": [],
     }
-    write_result(options.out, result)
+    print(*COLUMNS, sep=" | ")
+    cases = [
+        (family, H, HV, case)
+        for family, heads in HEADS.items()
+        for (H, HV), case in itertools.product(heads, LENGTHS)
+        if family == "gdn" or case in KDA_LENGTHS
+    ]
+    for family, H, HV, case in cases:
+        arrays, bounds = inputs(family, LENGTHS[case], H, HV)
+        rows = [ours(watch, family, arrays, bounds)]
+        if family == "gdn" and f"{H}/{HV}" in with_peer:
+            try:
+                rows.append(flash_qla(watch, arrays, bounds))
+            except Exception as error:  # a peer's row says why it has no time
+                reason = f"{type(error).__name__}: {error}"
+                rows.append({"impl": "flash_qla", "error": reason[:300]})
+        for row in rows:
+            row = {"op": f"{family}_bwd", "case": f"{case} h{H}/{HV}", **row}
+            result["rows"].append(row)
+            print(*(row.get(name, "-") for name in COLUMNS), sep=" | ", flush=True)
+        write_result(options.out, result)
 
 
 if __name__ == "__main__":
