@@ -7,7 +7,7 @@
 racecheck does not follow a warp's arrival by one lane: it takes a library built with -DLINATTN_EVERY_LANE_ARRIVES among
 CMAKE_CUDA_FLAGS (cuda/common/pipeline.cuh), named by PYLINATTN_LIBRARY.
 
-Each array is an allocation of its own, so that memcheck sees every access outside of one. Results are compared with the CPU.
+Names of families (gdn, kda) as arguments leave the others out. Each array is an allocation of its own, so that memcheck sees every access outside of one. Results are compared with the CPU.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def table(values):
     return cp.asarray(values, cp.int32), np.asarray(values, np.int32)
 
 
+FAMILIES = sys.argv[1:] or ["gdn", "kda"]
 for kda, D, (dtype, state_dtype), v_first in itertools.product(
-    (False, True),
+    [family == "kda" for family in FAMILIES],
     (64, 128),
     ((np.float16, np.float32), (ml_dtypes.bfloat16, ml_dtypes.bfloat16)),
     (False, True),
