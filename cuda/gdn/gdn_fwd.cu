@@ -54,7 +54,7 @@ static void launch_pass(const KernelParams &params, const TensorMaps &maps, int 
 template <int D>
 static void launch_join(const KernelParams &params) {
     LaunchConfig config;
-    config.grid.x = params.p.N * params.p.HV * (D / kSlice);
+    config.grid.x = params.p.N * params.p.HV * (D / kJoinColumns);
     config.block.x = 2 * D;
     config.smem_bytes = sizeof(JoinSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
