@@ -165,7 +165,7 @@ def test_drafts_verified_rolled_back_and_committed(generator, family, dtype, ord
 def test_kernels_agree_in_bits(generator, D, family, dtype, order):
     """Few and many states, few and many tokens take different kernels; padded states take the recurrent one."""
     HV = 4
-    for B, T in ((1, 1), (2, 8), (2, 9), (2, 20), (20, 1), (20, 8), (20, 9), (20, 16)):
+    for B, T in ((1, 1), (2, 8), (2, 9), (2, 20), (20, 1), (80, 1), (20, 8), (20, 9), (20, 16)):
         pool = pool_of(B + 2, HV, D, dtype, order, generator)
         padded = torch.zeros(B + 2, HV, D, D + 16, dtype=dtype, device=CUDA)[..., :D]
         padded = padded.transpose(2, 3) if order == "v_first" else padded

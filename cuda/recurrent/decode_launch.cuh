@@ -6,14 +6,36 @@
 #include "delta_decode.cuh"
 #include "delta_decode_direct.cuh"
 #include "delta_decode_few.cuh"
+#include "delta_decode_one.cuh"
 
 namespace linattn::cuda {
+
+// One token per sequence; false where another kernel takes the call. Few states: two CTAs of 32 columns on an SM at most. More: as
+// many CTAs on an SM as registers allow without spills; of K = 64 not measured, so left where it was.
+template <int D, bool kKda, class State, bool kVFirst>
+bool launch_decode_one(const DeltaParams &p, int multiprocessors) {
+    using Few = delta_decode_one::Config<D, kKda, State, kVFirst, 2, 32, 2, true>;
+    if (!delta_decode_one::fits(p)) return false;
+    if (p.N * p.HV * Few::kSlices <= 2 * multiprocessors) {
+        delta_decode_one::launch_config<Few>(p, multiprocessors);
+        return true;
+    }
+    if constexpr (D == 128) {
+        using KFirst = delta_decode_one::Config<D, kKda, State, false, 2, 64, 4, false>;
+        using VFirst = delta_decode_one::Config<D, kKda, State, true, 2, 32, sizeof(State) == 4 ? 7 : 8, false>;
+        delta_decode_one::launch_config<std::conditional_t<kVFirst, VFirst, KFirst>>(p, multiprocessors);
+        return true;
+    }
+    return false;
+}
 
 template <int D, bool kKda, class State, bool kVFirst, bool kVerify>
 void launch_decode_layout(const DeltaParams &p, int multiprocessors) {
     using Half = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, 64>;
     using Whole = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, D>;
     using Few = delta_decode_few::Config<D, kKda, State, kVFirst>;
+    if constexpr (!kVerify)
+        if (launch_decode_one<D, kKda, State, kVFirst>(p, multiprocessors)) return;
     if (p.N * p.HV * Few::kSlices <= multiprocessors) {  // an SM for each slice of 32 columns
         if constexpr (!kVerify)
             if (p.T <= Half::kTokens) return delta_decode_direct::launch_config<Half>(p);

@@ -20,12 +20,14 @@ __device__ __forceinline__ float bf16_bits(uint32_t bits) { return __uint_as_flo
 
 // One value of any floating dtype of the GPU ops (f32, bf16, f16): as it lies, and what it means. Apart, because what follows a
 // load waits for it, and the next load behind that.
-__device__ __forceinline__ uint32_t load_bits(const Tensor &t, int64_t at) {
+template <class AnyTensor>
+__device__ __forceinline__ uint32_t load_bits(const AnyTensor &t, int64_t at) {
     return t.dtype == DType::F32 ? reinterpret_cast<const uint32_t *>(t.data)[at]
                                  : reinterpret_cast<const uint16_t *>(t.data)[at];
 }
 
-__device__ __forceinline__ float float_of(const Tensor &t, uint32_t bits) {
+template <class AnyTensor>
+__device__ __forceinline__ float float_of(const AnyTensor &t, uint32_t bits) {
     if (t.dtype == DType::F32) return __uint_as_float(bits);
     return t.dtype == DType::BF16 ? bf16_bits(bits) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 }

@@ -28,8 +28,9 @@ __device__ __forceinline__ int64_t token_offset(const Tensor &t, const Item &ite
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// Log decay from the raw gate input; a = exp(A_log).
-__device__ __forceinline__ float log_decay(const DeltaParams &p, float x, float a) {
+// Log decay from the raw gate input; a = exp(A_log). Here and below Params is DeltaParams, or what has its members of these names.
+template <class Params>
+__device__ __forceinline__ float log_decay(const Params &p, float x, float a) {
     if (p.gate == Gate::None) return x;
     if (p.gate == Gate::Softplus) return -a * (x > 20.0f ? x : log1pf(expf(x)));
     return static_cast<float>(p.lower_bound) * sigmoid(a * x);
@@ -129,8 +130,8 @@ __device__ __forceinline__ void store8(float *to, const float (&x)[8]) {
 }
 
 // q and k of a token, 8 elements each in each of kGroup lanes, in float and, with qk_l2norm, over their norm; q . k is returned.
-template <int kGroup>
-__device__ __forceinline__ float normalise(const DeltaParams &p, const uint4 &raw_q, const uint4 &raw_k, float (&q)[8],
+template <int kGroup, class Params>
+__device__ __forceinline__ float normalise(const Params &p, const uint4 &raw_q, const uint4 &raw_k, float (&q)[8],
                                            float (&k)[8]) {
     bool bf16 = p.q.dtype == DType::BF16;
     float qq = 0.0f, kk = 0.0f, qk = 0.0f;
@@ -151,17 +152,20 @@ __device__ __forceinline__ float normalise(const DeltaParams &p, const uint4 &ra
 }
 
 // exp(A_log), held to what is finite: inf would make inf x 0.
-__device__ __forceinline__ float gate_amplitude(const DeltaParams &p, uint32_t a_log) {
+template <class Params>
+__device__ __forceinline__ float gate_amplitude(const Params &p, uint32_t a_log) {
     return p.A_log ? fminf(expf(float_of(p.A_log, a_log)), 1e30f) : 1.0f;
 }
 
 // What log_decay takes, from g and dt_bias as loaded.
-__device__ __forceinline__ float gate_input(const DeltaParams &p, uint32_t g, uint32_t bias) {
+template <class Params>
+__device__ __forceinline__ float gate_input(const Params &p, uint32_t g, uint32_t bias) {
     float z = float_of(p.g, g);
     return p.dt_bias ? z + float_of(p.dt_bias, bias) : z;
 }
 
-__device__ __forceinline__ float beta_value(const DeltaParams &p, uint32_t raw) {
+template <class Params>
+__device__ __forceinline__ float beta_value(const Params &p, uint32_t raw) {
     float b = float_of(p.beta, raw);
     if (p.beta_form != BetaForm::Weight) b = sigmoid(b);
     return p.beta_form == BetaForm::LogitsX2 ? 2.0f * b : b;

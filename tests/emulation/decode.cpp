@@ -18,10 +18,17 @@ inline void cp_async_bulk_store(void *g, uint32_t s, uint32_t n) {
     if (n % 16 || s % 16 || (uintptr_t)g % 16) abort();
     stores[cur].push_back([=] { memcpy(g, at(s), n); });
 }
+inline void cp_async_bulk_prefetch(const void *g, uint32_t n) {
+    if (n % 16 || (uintptr_t)g % 16) abort();
+}
 }  // namespace linattn::ptx
 #include "recurrent/delta_decode.cuh"
 #include "recurrent/delta_decode_direct.cuh"
 #include "recurrent/delta_recurrent.cu"
+// Shared memory of a fixed size: one CTA runs at a time.
+#undef __shared__
+#define __shared__ static
+#include "recurrent/delta_decode_one.cuh"
 using namespace linattn;
 using namespace linattn::cuda;
 std::mt19937 rng;
@@ -38,6 +45,7 @@ struct Call {
     Case c;
     int H = 2, HV = 4, P, B, TT, G;
     std::vector<int> len, cu, rows;
+    std::vector<int64_t> wide_rows;
     std::vector<uint16_t> q, k, v, o, s16;
     std::vector<float> g, beta, A, bias, kept_k, kept_u, kept_g, s32, s0;
     DeltaParams p;
@@ -106,6 +114,8 @@ struct Call {
             p.kept_g = of4(kept_g.data(), DType::F32, HV, G);
         } else {
             p.state_out = p.state_in, p.write_indices = p.read_indices;
+            wide_rows.assign(rows.begin(), rows.end());  // a table of its own, of i64
+            if (c.table && c.gates) p.write_indices = tens(wide_rows.data(), DType::I64, {1});
         }
         p.scale = 1 / std::sqrt((double)D), p.qk_l2norm = true;
         if (c.gates) {
@@ -191,11 +201,18 @@ void run(const Case &c, int seed) {
     using Half = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, 64>;
     using Whole = delta_decode_direct::Config<D, kKda, State, kVFirst, kVerify, D>;
     uint64_t want = 0;
-    for (const char *kernel : {"recurrent", "decode", "direct half", "direct whole"}) {
+    for (const char *kernel : {"recurrent", "decode", "direct half", "direct whole", "one few", "one 2", "one 4"}) {
         Call call(c, seed);
         const std::string name = kernel;
         if ((name == "direct half" && call.TT > Half::kTokens) || (name == "direct whole" && call.TT > Whole::kTokens))
             continue;
+        if (name.substr(0, 3) == "one") {
+            namespace one = delta_decode_one;
+            if (!one::fits(call.p)) continue;
+            if (name == "one few") one::launch_config<one::Config<D, kKda, State, kVFirst, 2, 32, 2, true>>(call.p, 1);
+            if (name == "one 2") one::launch_config<one::Config<D, kKda, State, kVFirst, 2, 64, 3, false>>(call.p, 1);
+            if (name == "one 4") one::launch_config<one::Config<D, kKda, State, kVFirst, 4, 64, 4, false>>(call.p, 1);
+        }
         if (name == "recurrent") launch_delta_recurrent(call.p);
         if (name == "decode") delta_decode::launch_config<delta_decode::Config<D, kKda, State, kVFirst, !kVerify>>(call.p, 3);
         if (name == "direct half") delta_decode_direct::launch_config<Half>(call.p);
@@ -230,11 +247,8 @@ int main() {
     struct {
         int N, T;
         bool gates, packed, table;
-    } cases[] = {{5, 1, false, false, true},
-                 {3, 1, true, false, false},
-                 {6, 11, true, true, true},
-                 {3, 5, true, false, true},
-                 {2, 16, false, false, false}};
+    } cases[] = {{5, 1, false, false, true}, {4, 1, true, false, true}, {3, 1, true, false, false},
+                 {6, 11, true, true, true},  {3, 5, true, false, true}, {2, 16, false, false, false}};
     for (const auto &x : cases) {
         Case c = {};
         c.N = x.N, c.T = x.T, c.gates = x.gates, c.packed = x.packed, c.table = x.table;
