@@ -43,9 +43,9 @@ struct StateLoop {
     // O of the chunk before, not stored yet: that happens while the next chunk's products run.
     // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
     uint32_t packed[2][4];
-    int pending = 0;                           // its tokens up to the end of the sequence; 0: none
-    char *g_o;                                 // the lane's place for it
-    uint32_t lane_values, lane_to, lane_from;  // the lane's places in V and in `o`
+    int pending = 0;                // its tokens up to the end of the sequence; 0: none
+    char *g_o;                      // the lane's place for it
+    uint32_t lane_values, lane_to;  // the lane's places in V and, to write, in `o`
 
     __device__ __forceinline__ StateLoop(const DeltaParams &params, ScanSmem<D, kGroups> &from) : p(params), smem(from) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -54,10 +54,11 @@ struct StateLoop {
         const int row = (lane & 7) + (lane & 16) / 2, unit = (lane & 8) / 8;
         lane_values = ptx::shared_address(smem.v[0]) + warp / 4 * Tile<D>::kPanelStrideBytes + row * 128 +
                       ((warp % 4 * 2 + unit) ^ (lane & 7)) * 16;
-        const auto unit_at = [&](int row, int unit) {
-            return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
-        };
-        lane_to = unit_at(row, unit), lane_from = unit_at(lane / 2, lane % 2);
+        lane_to = unit_of(warp, row, unit);
+    }
+
+    __device__ __forceinline__ uint32_t unit_of(int warp, int row, int unit) const {
+        return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
     }
 
     // A chunk; left: tokens from its first one to the end of the sequence. What has to be waited for is asked for early: V and
@@ -258,6 +259,8 @@ struct StateLoop {
 #pragma unroll
         for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(lane_to + i * 512, packed[i]);
         __syncwarp();
+        const int lane = opaque_lane();
+        const uint32_t lane_from = unit_of(threadIdx.x / 32, lane / 2, lane % 2);
 #pragma unroll
         for (int i = 0; i < 2; i++) o[i] = ptx::ld_shared_v4_u32(lane_from + i * 512);
     }
@@ -364,7 +367,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
             store_state(s, segment_states<D>(params, m), item.slot + item.segment + !m, item.head, v(), k());
         } else {
             loop.flush();
-            if (!range.last) continue;
+            if (!item.last()) continue;
             if (range.end < chunks_of(item.length)) {
                 store_state(s, carried<D>(params), item.sequence, item.head, v(), k());
             } else if (p.state_out) {
