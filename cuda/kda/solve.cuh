@@ -21,8 +21,7 @@ __device__ __forceinline__ float inverse_length(float squares) {
 // By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
 // The last warp makes the factors, too.
 template <int D>
-__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows,
-                                              float beta) {
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
@@ -33,6 +32,7 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     const float length_k =
         (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
     const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
+    float beta = smem.beta[token];
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (p.beta_form == BetaForm::LogitsX2) beta += beta;
     beta = token < rows ? beta : 0.0f;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void put_low(const float (&a)[2], PrepSmem<D> &smem, 
 constexpr float kAlike = 0.4f;
 
 template <int D>
-__device__ __forceinline__ void find_precise(PrepSmem<D> &smem, int lane) {
+__device__ __forceinline__ int find_precise(PrepSmem<D> &smem, int lane) {
     float sum[4] = {};
 #pragma unroll
     for (int s = 0; s < kChunk; s += 4) {
@@ -145,29 +145,32 @@ __device__ __forceinline__ void find_precise(PrepSmem<D> &smem, int lane) {
         sum[2] = s + 2 < lane ? fmaf(l.z, l.z, sum[2]) : sum[2], sum[3] = s + 3 < lane ? fmaf(l.w, l.w, sum[3]) : sum[3];
     }
     const uint32_t precise = __ballot_sync(~0u, (sum[0] + sum[1]) + (sum[2] + sum[3]) > kAlike);
-    if (lane == 0) smem.factors.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
+    const int first = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
+    if (lane == 0) smem.factors.first_precise = first;
+    return first;
 }
 
 // By one warp: lane = column of block lane / 16.
 template <int D>
 __device__ __forceinline__ void invert_diagonal(PrepSmem<D> &smem, int lane) {
     const int first = lane & 16, column = lane & 15;
-    float x[16];
+    float l[16][16], x[16];
 #pragma unroll
-    for (int r = 0; r < 16; r++) {
-        x[r] = r == column ? 1.0f : 0.0f;
-        const float *s_row = &smem.l[(first + r) * kPitch + first];
+    for (int r = 1; r < 16; r++)
 #pragma unroll
         for (int s = 0; s < r; s += 4) {
-            const float4 l = ld4(s_row + s);
-            x[r] = fmaf(-l.x, x[s], x[r]);
-            if (s + 1 < r) x[r] = fmaf(-l.y, x[s + 1], x[r]);
-            if (s + 2 < r) x[r] = fmaf(-l.z, x[s + 2], x[r]);
-            if (s + 3 < r) x[r] = fmaf(-l.w, x[s + 3], x[r]);
+            const float4 v = ld4(&smem.l[(first + r) * kPitch + first + s]);
+            l[r][s] = v.x, l[r][s + 1] = v.y, l[r][s + 2] = v.z, l[r][s + 3] = v.w;
         }
-    }
 #pragma unroll
-    for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
+    for (int r = 0; r < 16; r++) x[r] = r == column ? 1.0f : 0.0f;
+    // Column by column of L: what does not depend on one another stands side by side.
+#pragma unroll
+    for (int s = 0; s < 15; s++)
+#pragma unroll
+        for (int r = s + 1; r < 16; r++) x[r] = fmaf(-l[r][s], x[s], x[r]);
+#pragma unroll
+    for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];
 }
 
 // Rows r and r + 8 (0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
