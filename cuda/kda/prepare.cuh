@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(128, kPrepareCtas)
             if (rows < kChunk) {
 #pragma unroll
                 for (int i = 0; i < 16; i++) a[i] = i / 4 < left ? a[i] : 1.0f;
+                ptx::register_fence(a);
             }
         };
         Sums sums = {};

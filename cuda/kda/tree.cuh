@@ -95,14 +95,21 @@ __device__ __forceinline__ void load_gates(float (&x)[16], uint32_t tile, DType 
         return;
     }
     const uint32_t raw = at.raw<Tile<D>>(w, step);
-    const bool bf16 = dtype == DType::BF16;
+    Words v[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const Words v = load_words(tile + Lanes::token(raw, i));
-        const float2 a = bf16 ? unpack(__nv_bfloat16(), v.x) : unpack(__half(), v.x);
-        const float2 b = bf16 ? unpack(__nv_bfloat16(), v.y) : unpack(__half(), v.y);
-        x[4 * i] = a.x, x[4 * i + 1] = a.y, x[4 * i + 2] = b.x, x[4 * i + 3] = b.y;
-    }
+    for (int i = 0; i < 4; i++) v[i] = load_words(tile + Lanes::token(raw, i));
+    const auto as = [&](auto type) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 a = unpack(type, v[i].x), b = unpack(type, v[i].y);
+            x[4 * i] = a.x, x[4 * i + 1] = a.y, x[4 * i + 2] = b.x, x[4 * i + 3] = b.y;
+        }
+        ptx::register_fence(x);  // a branch, not both under predicates
+    };
+    if (dtype == DType::BF16)
+        as(__nv_bfloat16());
+    else
+        as(__half());
 }
 
 // Sums of a warp, in accumulators. inside: pairs of tokens (2, 0), (2, 1), (3, 0), (3, 1), (1, 0), (3, 2) of each group; across:
@@ -151,7 +158,11 @@ struct Nodes {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const float other = __shfl_xor_sync(~0u, total[c], 4 << level);
-            before[c] *= upper ? other : 1.0f, after[c] *= upper ? 1.0f : other, total[c] *= other;
+            if (upper)
+                before[c] *= other;
+            else
+                after[c] *= other;
+            total[c] *= other;
         }
     }
 };
