@@ -122,7 +122,7 @@ void launch_scan(const KernelParams &params, const TensorMaps &maps, int multipr
 template <class T, int D>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors) {
     constexpr int kMost = D / 64;  // state warpgroups, all columns of V in a CTA
-    launch_prepare<T, D>(params, maps, chunks, multiprocessors);
+    launch_prepare<T, D>(params, maps, chunks);
     if (params.cut != 0) {
         launch_scan<T, D, kMost, false>(params, maps, multiprocessors);
         launch_join<D>(params);

@@ -1,4 +1,4 @@
-// Shared memory of the preparation.
+// Shared memory of the preparation of one chunk.
 #pragma once
 #include "items.cuh"
 
@@ -8,12 +8,6 @@ constexpr int kPitch = 36;  // floats a row of a matrix of tokens x tokens
 
 // Sums over one warp's channels, four numbers at a time as its lanes have them: where they belong says Place (solve.cuh).
 constexpr int kPieces = 248;  // 4 x 248 = 2 x 32 x 31 / 2: A and M below the diagonal
-
-// A chunk of the slab and a value head. item: chunk x HV + head; negative: there is none.
-struct alignas(16) Work {
-    int item, token, rows, batch;  // first token, in the row of B; tokens
-    int sequence, index, bos, length;  // the sequence: its first chunk in the order of all, its first token, its tokens
-};
 
 template <int D>
 struct alignas(1024) PrepSmem {
@@ -31,9 +25,8 @@ struct alignas(1024) PrepSmem {
     float kk[4][kChunk], qk[4][kChunk], qq[4][kChunk];  // sums of one token, one a warp
     float inverse_k[4][kChunk], inverse_q[4][kChunk];   // powers of 2 near 1/|k|, 1/|q|; each warp has its own
     float diagonal[kChunk], beta_k[kChunk];             // of A; as in the factors
-    float beta[kChunk];                                 // as given
     float bias[D], amplitude;                           // of the gates: see activate()
-    Work work[2];                                       // this one and the next, in turn
+    int rows;                                           // tokens of the chunk
     uint64_t landed;
 };
 static_assert(3 * (sizeof(PrepSmem<128>) + 1024) <= 228 * 1024, "three CTAs on an SM");

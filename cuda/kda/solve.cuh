@@ -21,7 +21,8 @@ __device__ __forceinline__ float inverse_length(float squares) {
 // By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
 // The last warp makes the factors, too.
 template <int D>
-__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows) {
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows,
+                                              float beta) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
 #pragma unroll
@@ -32,7 +33,6 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     const float length_k =
         (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
     const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
-    float beta = smem.beta[token];
     if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (p.beta_form == BetaForm::LogitsX2) beta += beta;
     beta = token < rows ? beta : 0.0f;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void put_low(const float (&a)[2], PrepSmem<D> &smem, 
 constexpr float kAlike = 0.4f;
 
 template <int D>
-__device__ __forceinline__ int find_precise(PrepSmem<D> &smem, int lane) {
+__device__ __forceinline__ void find_precise(PrepSmem<D> &smem, int lane) {
     float sum[4] = {};
 #pragma unroll
     for (int s = 0; s < kChunk; s += 4) {
@@ -145,9 +145,7 @@ __device__ __forceinline__ int find_precise(PrepSmem<D> &smem, int lane) {
         sum[2] = s + 2 < lane ? fmaf(l.z, l.z, sum[2]) : sum[2], sum[3] = s + 3 < lane ? fmaf(l.w, l.w, sum[3]) : sum[3];
     }
     const uint32_t precise = __ballot_sync(~0u, (sum[0] + sum[1]) + (sum[2] + sum[3]) > kAlike);
-    const int first = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
-    if (lane == 0) smem.factors.first_precise = first;
-    return first;
+    if (lane == 0) smem.factors.first_precise = precise != 0 ? __ffs(static_cast<int>(precise)) - 1 : kChunk;
 }
 
 // By one warp: lane = column of block lane / 16.

@@ -268,8 +268,8 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
 // K^'s second terms. k's own place is K~'s by now: it comes from global memory, of the quad's channels in the chunk's first
 // token, `stride` bytes a token.
 template <class T, int D>
-__device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSmem<D> &smem, int w, int step, int rows,
-                                                   const char *g_k, int64_t stride, Operands<D> &g_to) {
+__device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSmem<D> &smem, int w, int step, const char *g_k,
+                                                   int64_t stride, Operands<D> &g_to) {
     const Lanes at;
     float kk[16];
     Words k[4];
@@ -277,7 +277,7 @@ __device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSme
     for (int i = 0; i < 4; i++) {
         const int token = 4 * at.group + i;
         k[i] = {0, 0};
-        if (token >= rows) continue;
+        if (token >= smem.rows) continue;
         const uint2 v = *reinterpret_cast<const uint2 *>(g_k + token * stride + 8 * at.quad);
         k[i] = {v.x, v.y};
     }
