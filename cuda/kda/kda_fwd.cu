@@ -15,6 +15,7 @@ void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chu
 
 // The workspace stays below this; a slab has one chunk at least.
 constexpr int64_t kWorkspaceBytes = int64_t{768} << 20;
+static_assert(kWorkspaceBytes / sizeof(Operands<64>) <= 65535, "a slab's chunks are a grid's second axis");
 
 static int64_t operand_bytes(const DeltaParams &p) { return p.K == 128 ? sizeof(Operands<128>) : sizeof(Operands<64>); }
 
@@ -107,7 +108,7 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                              tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
-    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};
+    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound), static_cast<uint32_t>(p.HV / p.H)};
     params.slab_chunks = static_cast<int>(slabs.length);
     params.g_operands = workspace;
     workspace += slabs.length * p.HV * operand_bytes(p);

@@ -2,7 +2,7 @@
 //
 //   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh);  T^ = (I + L)^-1 (solve.cuh)
 //
-// Grid: chunks of the slab x value heads, one CTA each. Block: four warps, D / 4 channels each, their sums joined in shared
+// Grid: value heads x chunks of the slab, one CTA each. Block: four warps, D / 4 channels each, their sums joined in shared
 // memory; matrices leave by bulk copies. Three CTAs on an SM: what counts here is latency, of loads, shared memory and barriers.
 #pragma once
 #include "common/launch.h"
@@ -39,13 +39,13 @@ __global__ void __launch_bounds__(128, 3)
     PrepSmem<D> &smem = *reinterpret_cast<PrepSmem<D> *>(smem_bytes);
     const DeltaParams &p = params.p;
     ptx::griddepcontrol_launch_dependents();
-    const int HV = static_cast<int>(p.HV), index = static_cast<int>(blockIdx.x) / HV, head = static_cast<int>(blockIdx.x) % HV;
+    const int head = static_cast<int>(blockIdx.x), index = static_cast<int>(blockIdx.y);
     int sequence, within, bos, length;
     if (!find_chunk(params, params.first_chunk + index, sequence, within)) return;
     if (read_row(p, sequence) < 0) return;  // padding
     sequence_range(p, sequence, bos, length);
     const int at = within * kChunk, rows = length - at < kChunk ? length - at : kChunk;
-    const int token = bos + at, batch = p.cu_seqlens ? 0 : sequence, head_qk = head / (HV / static_cast<int>(p.H));
+    const int token = bos + at, batch = p.cu_seqlens ? 0 : sequence, head_qk = static_cast<int>(static_cast<uint32_t>(head) / params.group);
     const uint32_t landed = ptx::shared_address(&smem.landed), start = ptx::shared_address(smem.start);
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(landed, 1);
@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(128, 3)
     store_sums(sums, smem.partial[w]);
     ptx::fence_proxy_async_shared_cta();  // K~, Q~ and K^ are copied out of shared memory
     __syncthreads();
-    Operands<D> &to = reinterpret_cast<Operands<D> *>(params.g_operands)[blockIdx.x];
+    const uint32_t item = blockIdx.y * gridDim.x + head;
+    Operands<D> &to = reinterpret_cast<Operands<D> *>(params.g_operands)[item];
     const auto copy_out = [&](uint8_t *g_to, const uint8_t *s_from, uint32_t bytes) {
         ptx::cp_async_bulk_store(g_to, ptx::shared_address(s_from), bytes);
         ptx::cp_async_bulk_commit_group();
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(128, 3)
     if (thread < (kUsed + 15) / 16)
         reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
     if (thread == 0) {
-        params.g_precise[blockIdx.x] = smem.factors.first_precise;
+        params.g_precise[item] = smem.factors.first_precise;
         ptx::cp_async_bulk_wait_group_read<0>();
     }
     if (!precise) return;
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(128, 3)
 template <class T, int D>
 void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
     LaunchConfig config;
-    config.grid.x = chunks * params.p.HV;
+    config.grid.x = params.p.HV, config.grid.y = chunks;
     config.block.x = 128;
     config.smem_bytes = sizeof(PrepSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);

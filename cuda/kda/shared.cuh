@@ -57,6 +57,7 @@ struct alignas(1024) Operands {
 struct KernelParams {
     DeltaParams p;
     float scale, lower_bound;  // of p, in float
+    uint32_t group;            // value heads of a head of q and k
     int first_chunk, slab_chunks;
     char *g_operands;
     int *g_precise;  // [slab_chunks][HV], first_precise of each
