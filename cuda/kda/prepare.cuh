@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(128, 3)
     };
     if (thread == 0) copy_out(to.start, smem.start, sizeof(smem.start) + sizeof(smem.k_end));
     float a[2][2];
-    add_piece<false>(a[0], smem, w, lane);
-    add_piece<true>(a[1], smem, w, lane);
+    add_pieces(a, smem, w, lane);
     if (thread < kChunk) put_a(smem, thread, thread, smem.diagonal[thread]);
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();

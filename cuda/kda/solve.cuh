@@ -18,8 +18,10 @@ __device__ __forceinline__ float inverse_length(float squares) {
     return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
 }
 
+__device__ __forceinline__ float inverse_of_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+
 // By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
-// The last warp makes the factors, too.
+// The last two warps make the factors, too.
 template <int D>
 __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows,
                                               float beta) {
@@ -29,17 +31,22 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     for (int i = 0; i < 4; i++) kk += smem.kk[i][token], qk += smem.qk[i][token], qq += smem.qq[i][token];
     const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
     smem.inverse_k[w][token] = inverse_k, smem.inverse_q[w][token] = inverse_q;
-    if (w != 3) return;
-    const float length_k =
-        (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
-    const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
-    if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
-    if (p.beta_form == BetaForm::LogitsX2) beta += beta;
-    beta = token < rows ? beta : 0.0f;
-    smem.diagonal[token] = qk * inverse_k * inverse_q;
-    float *to = &smem.factors.beta[token / 2].x + token % 2;
-    to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
-    smem.factors.scale_q[token] = params.scale * length_q;
+    // What a k or q of the operands is to be multiplied by.
+    const auto length = [&](float squares, float inverse) {
+        return (p.qk_l2norm ? rsqrtf(squares + 1e-6f) : 1.0f) * inverse_of_power(inverse);
+    };
+    if (w == 2) {
+        smem.diagonal[token] = qk * inverse_k * inverse_q;
+        smem.factors.scale_q[token] = params.scale * length(qq, inverse_q);
+    }
+    if (w == 3) {
+        const float length_k = length(kk, inverse_k);
+        if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
+        if (p.beta_form == BetaForm::LogitsX2) beta += beta;
+        beta = token < rows ? beta : 0.0f;
+        float *to = &smem.factors.beta[token / 2].x + token % 2;
+        to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
+    }
 }
 
 __device__ __forceinline__ float4 ld4(const float *s_from) { return ptx::ld_shared_v4_f32(ptx::shared_address(s_from)); }
@@ -105,20 +112,31 @@ __device__ __forceinline__ void put_a(PrepSmem<D> &smem, uint32_t t, uint32_t s,
     *reinterpret_cast<__half *>(smem.a + Square::offset(t, s)) = __float2half_rn(a);
 }
 
-// Adds up a piece of all warps: M to L, A to its square. a: A's sums.
-template <bool kFurther, int D>
-__device__ __forceinline__ void add_piece(float (&a)[2], PrepSmem<D> &smem, int w, int lane) {
-    const int piece = 128 * kFurther + 32 * w + lane;
-    if (piece >= kPieces) return;
-    float4 x[4];
+// Adds up the thread's two pieces of all warps: M to L, A to its square. a: A's sums. All loads stand before all stores: none
+// passes one.
+template <int D>
+__device__ __forceinline__ void add_pieces(float (&a)[2][2], PrepSmem<D> &smem, int w, int lane) {
+    const int piece = 32 * w + lane;
+    const bool both = 128 + piece < kPieces;
+    const Place at[2] = {Place::of<false>(w, lane), Place::of<true>(w, lane)};
+    float4 x[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = ld4(&smem.partial[i][piece].x);
-    const Place at = Place::of<kFurther>(w, lane);
+    for (int i = 0; i < 4; i++) x[0][i] = ld4(&smem.partial[i][piece].x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[1][i] = ld4(&smem.partial[i][both ? 128 + piece : piece].x);
+    float beta[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) beta[i / 2][i % 2] = smem.beta_k[at[i / 2].t[i % 2]];
     const auto sum = [](float p, float q, float r, float s) { return ((p + q) + r) + s; };
-    smem.l[at.t[0] * kPitch + at.s[0]] = sum(x[0].x, x[1].x, x[2].x, x[3].x) * smem.beta_k[at.t[0]];
-    smem.l[at.t[1] * kPitch + at.s[1]] = sum(x[0].y, x[1].y, x[2].y, x[3].y) * smem.beta_k[at.t[1]];
-    put_a(smem, at.t[0], at.s[0], a[0] = sum(x[0].z, x[1].z, x[2].z, x[3].z));
-    put_a(smem, at.t[1], at.s[1], a[1] = sum(x[0].w, x[1].w, x[2].w, x[3].w));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 (&y)[4] = x[i];
+        a[i][0] = sum(y[0].z, y[1].z, y[2].z, y[3].z), a[i][1] = sum(y[0].w, y[1].w, y[2].w, y[3].w);
+        if (i == 1 && !both) return;
+        smem.l[at[i].t[0] * kPitch + at[i].s[0]] = sum(y[0].x, y[1].x, y[2].x, y[3].x) * beta[i][0];
+        smem.l[at[i].t[1] * kPitch + at[i].s[1]] = sum(y[0].y, y[1].y, y[2].y, y[3].y) * beta[i][1];
+        put_a(smem, at[i].t[0], at[i].s[0], a[i][0]), put_a(smem, at[i].t[1], at[i].s[1], a[i][1]);
+    }
 }
 
 // What rounding left of A, in its square.
@@ -174,19 +192,20 @@ __device__ __forceinline__ void invert_diagonal(PrepSmem<D> &smem, int lane) {
 // Rows r and r + 8 (0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
 template <int kYPitch>
 __device__ __forceinline__ void dot16(float (&result)[2], const float *s_x, const float *s_y) {
-    float sum[2][2] = {};
+    float sum[2][2] = {}, y[16];
+    float4 x[2][4];
 #pragma unroll
-    for (int s = 0; s < 16; s += 4) {
-        float y[4];
+    for (int s = 0; s < 16; s++) y[s] = s_y[s * kYPitch];
 #pragma unroll
-        for (int j = 0; j < 4; j++) y[j] = s_y[(s + j) * kYPitch];
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ld4(s_x + 8 * (i / 4) * kPitch + 4 * (i % 4));
+#pragma unroll
+    for (int s = 0; s < 16; s += 4)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float4 x = ld4(s_x + 8 * i * kPitch + s);
-            sum[i][0] = fmaf(x.x, y[0], sum[i][0]), sum[i][1] = fmaf(x.y, y[1], sum[i][1]);
-            sum[i][0] = fmaf(x.z, y[2], sum[i][0]), sum[i][1] = fmaf(x.w, y[3], sum[i][1]);
+            const float4 v = x[i][s / 4];
+            sum[i][0] = fmaf(v.x, y[s], sum[i][0]), sum[i][1] = fmaf(v.y, y[s + 1], sum[i][1]);
+            sum[i][0] = fmaf(v.z, y[s + 2], sum[i][0]), sum[i][1] = fmaf(v.w, y[s + 3], sum[i][1]);
         }
-    }
     result[0] = sum[0][0] + sum[0][1], result[1] = sum[1][0] + sum[1][1];
 }
 

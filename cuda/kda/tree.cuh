@@ -308,23 +308,27 @@ __device__ __forceinline__ void same_token(int w, PrepSmem<D> &smem) {
     const int lane = opaque_lane(), g = lane >> 2, m = lane >> 3, unit = w * (D / 32) + (m >> 1);
     const uint32_t rows = ptx::shared_address(smem.start) + (m & 1) * kQueries + unit / 8 * Pair<D>::kPanelStrideBytes +
                           (lane & 7) * 128 + ((unit % 8 ^ (lane & 7)) << 4);
-    const bool diagonal = (g >> 1) == (lane & 3);
-#pragma unroll 1
-    for (int block = 0; block < 4; block++) {  // of 8 tokens
-        uint32_t x[D / 64][4];
-        float d[4] = {}, e[4] = {};
+    constexpr int kBlocks = kChunk / 8, kSteps = D / 64;
+    uint32_t x[kSteps][kBlocks][4];
+    float d[kBlocks][4] = {}, e[kBlocks][4] = {};
 #pragma unroll
-        for (int i = 0; i < D / 64; i++) ptx::ldmatrix_x4(x[i], (rows ^ i * 32) + block * 1024);
+    for (int i = 0; i < kSteps; i++)
 #pragma unroll
-        for (int i = 0; i < D / 64; i++) {
-            ptx::mma_m16n8k16<T>(d, x[i], x[i][0], x[i][2]);
-            ptx::mma_m16n8k16<T>(e, x[i], x[i][1], x[i][3]);
+        for (int block = 0; block < kBlocks; block++) ptx::ldmatrix_x4(x[i][block], (rows ^ i * 32) + block * 1024);
+#pragma unroll
+    for (int i = 0; i < kSteps; i++)
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++) {
+            const uint32_t (&a)[4] = x[i][block];
+            ptx::mma_m16n8k16<T>(d[block], a, a[0], a[2]);
+            ptx::mma_m16n8k16<T>(e[block], a, a[1], a[3]);
         }
-        if (diagonal) {
-            smem.kk[w][8 * block + g] = g & 1 ? d[1] : d[0];
-            smem.qk[w][8 * block + g] = g & 1 ? d[3] : d[2];
-            smem.qq[w][8 * block + g] = g & 1 ? e[3] : e[2];
-        }
+    if (g >> 1 != (lane & 3)) return;  // the diagonal
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++) {
+        smem.kk[w][8 * block + g] = g & 1 ? d[block][1] : d[block][0];
+        smem.qk[w][8 * block + g] = g & 1 ? d[block][3] : d[block][2];
+        smem.qq[w][8 * block + g] = g & 1 ? e[block][3] : e[block][2];
     }
 }
 
