@@ -97,8 +97,9 @@ __global__ void __launch_bounds__(128, 3)
 #pragma unroll 1
     for (int step = 0; step < D / 64; step++) {
         float a[16];
+        const Loaded loaded(smem, w, step);
         decays(a, step);
-        k_step<T>(a, sums, smem, w, step);
+        k_step<T>(loaded, a, sums, smem, w, step);
     }
     store_sums(sums, smem.partial[w]);
     ptx::fence_proxy_async_shared_cta();  // K~, Q~ and K^ are copied out of shared memory

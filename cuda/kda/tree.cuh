@@ -153,16 +153,19 @@ __device__ __forceinline__ void store_sums(const Sums &sums, float4 *s_pieces) {
 struct Nodes {
     float total[4], before[4] = {1.0f, 1.0f, 1.0f, 1.0f}, after[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 
-    // From nodes of 4 << level tokens to nodes twice as large.
-    __device__ __forceinline__ void widen(int level, bool upper) {
+    // From nodes of 4 << level tokens to nodes twice as large: the other half's decay, and what that makes.
+    __device__ __forceinline__ void other_half(float (&other)[4], int level) const {
+#pragma unroll
+        for (int c = 0; c < 4; c++) other[c] = __shfl_xor_sync(~0u, total[c], 4 << level);
+    }
+    __device__ __forceinline__ void widen(const float (&other)[4], bool upper) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const float other = __shfl_xor_sync(~0u, total[c], 4 << level);
             if (upper)
-                before[c] *= other;
+                before[c] *= other[c];
             else
-                after[c] *= other;
-            total[c] *= other;
+                after[c] *= other[c];
+            total[c] *= other[c];
         }
     }
 };
@@ -180,20 +183,27 @@ __device__ __forceinline__ void to_group_end(float (&x)[16], const float (&a)[16
     }
 }
 
-// One k-step: all levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
-template <class T, int D>
-__device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSmem<D> &smem, int w, int step) {
-    const Lanes at;
-    const int G = at.group;
-    const uint32_t start = ptx::shared_address(smem.start) + at.raw<Pair<D>>(w, step);
-    float kk[16], qq[16];
-    {
-        Words k[4], q[4];
+// A lane's four tokens of k and q.
+struct Loaded {
+    Words k[4], q[4];
+
+    template <int D>
+    __device__ __forceinline__ Loaded(const PrepSmem<D> &smem, int w, int step) {
+        const uint32_t start = ptx::shared_address(smem.start) + Lanes().raw<Pair<D>>(w, step);
 #pragma unroll
         for (int i = 0; i < 4; i++) k[i] = load_words(Lanes::token(start, i)), q[i] = load_words(Lanes::token(start, i) + kQueries);
-        scale_unit<T>(kk, k, smem.inverse_k[w] + 4 * G);
-        scale_unit<T>(qq, q, smem.inverse_q[w] + 4 * G);
     }
+};
+
+// One k-step: all levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
+template <class T, int D>
+__device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16], Sums &sums, PrepSmem<D> &smem, int w,
+                                       int step) {
+    const Lanes at;
+    const int G = at.group;
+    float kk[16], qq[16];
+    scale_unit<T>(kk, loaded.k, smem.inverse_k[w] + 4 * G);
+    scale_unit<T>(qq, loaded.q, smem.inverse_q[w] + 4 * G);
     {  // levels 2 and 1
         const Words lower0 = times(&kk[0], &a[4]), lower1 = f16_words(&kk[4]);
         float f[4];
@@ -224,27 +234,27 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
 #pragma unroll
     for (int level = 0; level < 3; level++) {  // 4, 8, 16
         const bool upper = (G >> level) & 1;
-        float outside[4];
+        float outside[4], other[4];
+        nodes.other_half(other, level);
 #pragma unroll
         for (int c = 0; c < 4; c++) outside[c] = upper ? nodes.before[c] : nodes.after[c];
-        Words left_k[2], left_q[2], right[2];
+        Words k[4], q[4], left_k[2], left_q[2], right[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float x[4];
+#pragma unroll
+            for (int c = 0; c < 4; c++) x[c] = upper ? kp[4 * i + c] : kk[4 * i + c];
+            k[i] = times(x, outside), q[i] = times(&qq[4 * i], outside);
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            Words k[2], q[2];
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const int token = 4 * (2 * i + j);
-                float x[4];
-#pragma unroll
-                for (int c = 0; c < 4; c++) x[c] = upper ? kp[token + c] : kk[token + c];
-                k[j] = times(x, outside), q[j] = times(&qq[token], outside);
-            }
-            const Words k_other = exchange(k[1], 4 << level), q_other = exchange(q[1], 4 << level);
-            left_k[i] = upper ? k[0] : k_other, right[i] = upper ? k_other : k[0], left_q[i] = upper ? q[0] : q_other;
+            const Words k_other = exchange(k[2 * i + 1], 4 << level), q_other = exchange(q[2 * i + 1], 4 << level);
+            left_k[i] = upper ? k[2 * i] : k_other, right[i] = upper ? k_other : k[2 * i];
+            left_q[i] = upper ? q[2 * i] : q_other;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) add_product(sums.across[level][i], left_k[i / 2], left_q[i / 2], right[i % 2]);
-        nodes.widen(level, upper);
+        nodes.widen(other, upper);
     }
     if (G == 0) {
         float *to = &smem.factors.gamma[gamma_place(w * (D / 4) + 16 * step + 4 * at.quad)];
@@ -252,15 +262,15 @@ __device__ __forceinline__ void k_step(const float (&a)[16], Sums &sums, PrepSme
         *reinterpret_cast<float2 *>(to + 4) = make_float2(nodes.total[2], nodes.total[3]);
     }
     // Each lane where it has read.
-    const uint32_t again = ptx::shared_address(smem.start) + at.raw<Pair<D>>(w, step);
+    const uint32_t start = ptx::shared_address(smem.start) + at.raw<Pair<D>>(w, step);
     const uint32_t end = ptx::shared_address(smem.k_end) + at.raw<Tile<D>>(w, step);
     const auto put = [&](uint32_t to, const float *x, const float *f) {
         store_words(to, {ptx::cvt_rn_x2<T>(x[0] * f[0], x[1] * f[1]), ptx::cvt_rn_x2<T>(x[2] * f[2], x[3] * f[3])});
     };
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        put(Lanes::token(again, i), &kp[4 * i], nodes.before);
-        put(Lanes::token(again, i) + kQueries, &qq[4 * i], nodes.before);
+        put(Lanes::token(start, i), &kp[4 * i], nodes.before);
+        put(Lanes::token(start, i) + kQueries, &qq[4 * i], nodes.before);
         store_words(Lanes::token(end, i), times(&kk[4 * i], nodes.after));
     }
 }
@@ -287,7 +297,11 @@ __device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSme
     for (int c = 0; c < 4; c++) nodes.total[c] = a[c] * a[4 + c] * a[8 + c] * a[12 + c];
     to_group_end(kk, a);
 #pragma unroll
-    for (int level = 0; level < 3; level++) nodes.widen(level, (at.group >> level) & 1);
+    for (int level = 0; level < 3; level++) {
+        float other[4];
+        nodes.other_half(other, level);
+        nodes.widen(other, (at.group >> level) & 1);
+    }
     const uint32_t raw = at.raw<Tile<D>>(w, step);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
