@@ -33,7 +33,7 @@ __device__ __forceinline__ void clear_rows(uint32_t start, int rows, int thread)
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(128, 3)
+__global__ void __launch_bounds__(128, D == 128 ? 3 : 4)
     kda_fwd_prepare_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
     PrepSmem<D> &smem = *reinterpret_cast<PrepSmem<D> *>(smem_bytes);
@@ -101,7 +101,6 @@ __global__ void __launch_bounds__(128, 3)
         decays(a, step);
         k_step<T>(loaded, a, sums, smem, w, step);
     }
-    store_sums(sums, smem.partial[w]);
     ptx::fence_proxy_async_shared_cta();  // K~, Q~ and K^ are copied out of shared memory
     __syncthreads();
     const uint32_t item = blockIdx.y * gridDim.x + head;

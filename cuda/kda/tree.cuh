@@ -123,29 +123,28 @@ __device__ __forceinline__ void add_product(float (&sum)[4], const Words &k, con
     ptx::mma_m16n8k16<__half>(sum, a, lower.x, lower.y);
 }
 
-// The sums that count, as pieces: see Place.
-__device__ __forceinline__ void store_sums(const Sums &sums, float4 *s_pieces) {
-    const int lane = opaque_lane(), g = lane / 4, q = lane % 4;
-    const auto put = [&](int piece, float a, float b, float c, float d) {
-        ptx::st_shared_v4_f32(ptx::shared_address(s_pieces + piece), make_float4(a, b, c, d));
-    };
-    const auto put_product = [&](int piece, const float (&d)[4]) { put(piece, d[0], d[1], d[2], d[3]); };
+// The sums that count, as pieces: see Place. What is stored at once needs no register any more.
+__device__ __forceinline__ void store_piece(float4 *s_pieces, int piece, float a, float b, float c, float d) {
+    ptx::st_shared_v4_f32(ptx::shared_address(s_pieces + piece), make_float4(a, b, c, d));
+}
+__device__ __forceinline__ void store_inside(const float (&sums)[6][4], float4 *s_pieces) {
+    const Lanes at;
+    const int g = at.group;
+    if (g / 2 != at.quad) return;
+    const bool odd = g % 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++) put_product(32 * i + lane, sums.across[2][i]);
-    if (g / 4 == q / 2) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) put_product(128 + 16 * i + 2 * g + q % 2, sums.across[1][i]);
+    for (int i = 0; i < 3; i++) {
+        const float (&x)[4] = sums[2 * i], (&y)[4] = sums[2 * i + 1];
+        store_piece(s_pieces, 224 + 8 * i + g, odd ? x[1] : x[0], odd ? y[1] : y[0], odd ? x[3] : x[2], odd ? y[3] : y[2]);
     }
-    if (g / 2 == q) {
+}
+__device__ __forceinline__ void store_across(const float (&sums)[4][4], int level, float4 *s_pieces) {
+    const Lanes at;
+    const int g = at.group, q = at.quad;
+    if (level == 0 ? g / 2 != q : level == 1 && g / 4 != q / 2) return;
+    const int first = level == 0 ? 192 + g : level == 1 ? 128 + 2 * g + q % 2 : at.lane, apart = 8 << level;
 #pragma unroll
-        for (int i = 0; i < 4; i++) put_product(192 + 8 * i + g, sums.across[0][i]);
-        const bool odd = g % 2;
-#pragma unroll
-        for (int i = 0; i < 3; i++) {
-            const float (&x)[4] = sums.inside[2 * i], (&y)[4] = sums.inside[2 * i + 1];
-            put(224 + 8 * i + g, odd ? x[1] : x[0], odd ? y[1] : y[0], odd ? x[3] : x[2], odd ? y[3] : y[2]);
-        }
-    }
+    for (int i = 0; i < 4; i++) store_piece(s_pieces, first + apart * i, sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
 }
 
 // Of the lane's four channels: the decay of nodes of 4, 8, 16 tokens, and in the chunk's node around it what comes before the
@@ -217,6 +216,7 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
         add_product(sums.inside[4], times(&kk[4], &a[4]), times(&qq[4], &a[4]), f16_words(&kk[0]));
         add_product(sums.inside[5], times(&kk[12], &a[12]), times(&qq[12], &a[12]), f16_words(&kk[8]));
     }
+    if (step == D / 64 - 1) store_inside(sums.inside, smem.partial[w]);
     // k and q times the decay since the start of the group; kk becomes k times the decay to its end.
     Nodes nodes;
     float kp[16];
@@ -255,6 +255,7 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
 #pragma unroll
         for (int i = 0; i < 4; i++) add_product(sums.across[level][i], left_k[i / 2], left_q[i / 2], right[i % 2]);
         nodes.widen(other, upper);
+        if (step == D / 64 - 1) store_across(sums.across[level], level, smem.partial[w]);
     }
     if (G == 0) {
         float *to = &smem.factors.gamma[gamma_place(w * (D / 4) + 16 * step + 4 * at.quad)];
