@@ -83,8 +83,7 @@ static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
 }  // namespace kda
 
 bool kda_chunked_fits(const DeltaParams &p) {
-    if ((p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) || (p.K != 128 && p.K != 64) || p.V != p.K)
-        return false;
+    if ((p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) || (p.K != 128 && p.K != 64) || p.V != p.K) return false;
     if (p.g.dtype != DType::F32 && p.g.dtype != DType::BF16 && p.g.dtype != DType::F16) return false;
     if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
     if (kda::slabs(p).all > INT32_MAX || kda::slabs(p).length > INT32_MAX / p.HV) return false;  // a grid's limit
@@ -108,7 +107,8 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                              tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
-    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound), static_cast<uint32_t>(p.HV / p.H)};
+    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound),
+                           static_cast<uint32_t>(p.HV / p.H)};
     params.slab_chunks = static_cast<int>(slabs.length);
     params.g_operands = workspace;
     workspace += slabs.length * p.HV * operand_bytes(p);

@@ -34,7 +34,8 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<D, k
     const uint32_t full = smem.ring().full(stage), v = ptx::shared_address(smem.v[stage]);
     const uint32_t to = ptx::shared_address(&smem.operands[stage]);
     const char *g_bytes = reinterpret_cast<const char *>(&g_from);
-    constexpr uint32_t kKEnd = offsetof(Operands<D>, k_end), kA = offsetof(Operands<D>, a), kFactors = offsetof(Operands<D>, factors);
+    constexpr uint32_t kKEnd = offsetof(Operands<D>, k_end), kA = offsetof(Operands<D>, a),
+                       kFactors = offsetof(Operands<D>, factors);
     constexpr uint32_t kPanel = Pair<D>::kPanelStrideBytes, kPlain = offsetof(Operands<D>, k_end_low);
     const uint32_t end = low ? sizeof(Operands<D>) : kPlain;
     const auto copy = [&](uint32_t first, uint32_t bytes) {
@@ -77,7 +78,8 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
             smem.ring().wait_empty(stage);
             if (lane == 0)
                 load_chunk<D, kGroups, kOutputs>(maps, smem, item, item.bos + c * kChunk,
-                                              *operands_of<D>(params, range.slot + c - range.first, item.head), low, stage.stage);
+                                                 *operands_of<D>(params, range.slot + c - range.first, item.head), low,
+                                                 stage.stage);
             __syncwarp();
         }
     }

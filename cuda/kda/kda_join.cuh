@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(2 * D) kda_fwd_join_kernel(const __grid_consta
     const int sequence = pair / HV, head = pair % HV, hops = smem.cut.segments[sequence] - 2;
     if (hops <= 0) return;
     const int64_t step = HV * int64_t{2 * D * D};
-    join_segments(smem.join, params.g_segments + (smem.cut.slots_before[sequence] + 1) * step + head * int64_t{2 * D * D},
-                  step, hops, slice);
+    join_segments(smem.join, params.g_segments + (smem.cut.slots_before[sequence] + 1) * step + head * int64_t{2 * D * D}, step,
+                  hops, slice);
 }
 
 }  // namespace linattn::cuda::kda

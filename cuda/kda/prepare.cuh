@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(128, D == 128 ? 3 : 4)
     if (read_row(p, sequence) < 0) return;  // padding
     sequence_range(p, sequence, bos, length);
     const int at = within * kChunk, rows = length - at < kChunk ? length - at : kChunk;
-    const int token = bos + at, batch = p.cu_seqlens ? 0 : sequence, head_qk = static_cast<int>(static_cast<uint32_t>(head) / params.group);
+    const int token = bos + at, batch = p.cu_seqlens ? 0 : sequence,
+              head_qk = static_cast<int>(static_cast<uint32_t>(head) / params.group);
     const uint32_t landed = ptx::shared_address(&smem.landed), start = ptx::shared_address(smem.start);
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(landed, 1);

@@ -13,8 +13,8 @@
 
 namespace linattn::cuda::kda {
 
-constexpr int kChunk = 32;        // tokens
-constexpr int kMaxSorted = 256;   // up to so many sequences are taken in the order of their lengths
+constexpr int kChunk = 32;       // tokens
+constexpr int kMaxSorted = 256;  // up to so many sequences are taken in the order of their lengths
 
 // D = K = V: 128 or 64.
 template <int D>

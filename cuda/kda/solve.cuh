@@ -18,7 +18,9 @@ __device__ __forceinline__ float inverse_length(float squares) {
     return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
 }
 
-__device__ __forceinline__ float inverse_of_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+__device__ __forceinline__ float inverse_of_power(float power) {
+    return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
 
 // By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
 // The last two warps make the factors, too.
@@ -130,7 +132,7 @@ __device__ __forceinline__ void add_pieces(float (&a)[2][2], PrepSmem<D> &smem, 
     const auto sum = [](float p, float q, float r, float s) { return ((p + q) + r) + s; };
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float4 (&y)[4] = x[i];
+        const float4(&y)[4] = x[i];
         a[i][0] = sum(y[0].z, y[1].z, y[2].z, y[3].z), a[i][1] = sum(y[0].w, y[1].w, y[2].w, y[3].w);
         if (i == 1 && !both) return;
         smem.l[at[i].t[0] * kPitch + at[i].s[0]] = sum(y[0].x, y[1].x, y[2].x, y[3].x) * beta[i][0];

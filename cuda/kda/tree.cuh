@@ -85,8 +85,8 @@ __device__ __forceinline__ void load_gates(float (&x)[16], uint32_t tile, DType 
     const Lanes at;
     if (dtype == DType::F32) {
         const int channel = w * (D / 4) + 16 * step;
-        const uint32_t raw =
-            (channel / 32 * (kChunk * 128) + at.group * 512 + channel % 32 * 4 + at.quad * 16) ^ (at.group & 1) << 6;
+        const uint32_t raw = (channel / 32 * (kChunk * 128) + at.group * 512 + channel % 32 * 4 + at.quad * 16) ^ (at.group & 1)
+                                                                                                                      << 6;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float4 v = ptx::ld_shared_v4_f32(tile + Lanes::token(raw, i));
@@ -190,7 +190,8 @@ struct Loaded {
     __device__ __forceinline__ Loaded(const PrepSmem<D> &smem, int w, int step) {
         const uint32_t start = ptx::shared_address(smem.start) + Lanes().raw<Pair<D>>(w, step);
 #pragma unroll
-        for (int i = 0; i < 4; i++) k[i] = load_words(Lanes::token(start, i)), q[i] = load_words(Lanes::token(start, i) + kQueries);
+        for (int i = 0; i < 4; i++)
+            k[i] = load_words(Lanes::token(start, i)), q[i] = load_words(Lanes::token(start, i) + kQueries);
     }
 };
 
@@ -217,6 +218,7 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
         add_product(sums.inside[5], times(&kk[12], &a[12]), times(&qq[12], &a[12]), f16_words(&kk[8]));
     }
     if (step == D / 64 - 1) store_inside(sums.inside, smem.partial[w]);
+    __syncwarp();  // of some lanes only
     // k and q times the decay since the start of the group; kk becomes k times the decay to its end.
     Nodes nodes;
     float kp[16];
@@ -256,6 +258,7 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
         for (int i = 0; i < 4; i++) add_product(sums.across[level][i], left_k[i / 2], left_q[i / 2], right[i % 2]);
         nodes.widen(other, upper);
         if (step == D / 64 - 1) store_across(sums.across[level], level, smem.partial[w]);
+        __syncwarp();
     }
     if (G == 0) {
         float *to = &smem.factors.gamma[gamma_place(w * (D / 4) + 16 * step + 4 * at.quad)];

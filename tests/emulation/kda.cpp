@@ -309,8 +309,8 @@ int main(int argc, char **argv) {
     Case large = {"keys of length 100, beta 1e-4", {200}};
     large.beta = 1e-4f, large.length = 100, large.gs = .01f, large.known = true;
     cases.push_back(large);
-    for (const char *name : {"plain", "tails", "l2norm, vfirst", "few CTAs", "fp16", "resets", "steep", "bounded", "gva", "dense",
-                             "checkpoints", "padding", "near keys", "one key fp16", "cut", "cut, packed"})
+    for (const char *name : {"plain", "tails", "l2norm, vfirst", "few CTAs", "fp16", "resets", "steep", "bounded", "gva",
+                             "dense", "checkpoints", "padding", "near keys", "one key fp16", "cut", "cut, packed"})
         for (size_t i = 0, count = cases.size(); i < count; i++)
             if (cases[i].name == name) {
                 cases.push_back(cases[i]);
