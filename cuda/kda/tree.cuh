@@ -1,4 +1,4 @@
-// The products of a chunk's tokens with their decays, by one warp over its 32 channels:
+// The products of a chunk's tokens with their decays, by one warp over its D / 4 channels:
 //
 //   M_ts = sum_c k_tc k_sc prod_{s<r<=t} a_rc, s < t;   A_ts the same with q_t, s <= t
 //
