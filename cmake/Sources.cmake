@@ -35,6 +35,7 @@ set(LINATTN_CUDA_SOURCES
   cuda/gdn/gdn_transition_128.cu
   cuda/gdn/gdn_transition_64.cu
   cuda/kda/kda_fwd.cu
+  cuda/kda/kda_fwd_64.cu
   cuda/kda/kda_fwd_bf16.cu
   cuda/kda/kda_fwd_f16.cu
   cuda/recurrent/delta_commit.cu

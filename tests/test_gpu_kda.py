@@ -29,7 +29,8 @@ pytestmark = pytest.mark.gpu
 MIXED = (1, 70, 0, 64, 130, 31, 33, 3)
 FEW = Case("kda", MIXED, 1, 2, 128, 128, "bf16")  # 64 columns of V a CTA
 MANY = Case("kda", MIXED * 8, 1, 2, 128, 128, "bf16")  # all 128, more items than CTAs when 132 SMs
-SHAPES = {"few": FEW, "many": MANY}
+NARROW = variant(FEW, K=64, V=64)
+SHAPES = {"few": FEW, "many": MANY, "few64": NARROW, "many64": variant(MANY, K=64, V=64)}
 
 
 @pytest.fixture
@@ -50,9 +51,10 @@ def test_options(gpu, shape, options):
 
 @pytest.mark.parametrize("gates", ["steep", "slow"])
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
-def test_activated_gates(gpu, gate, gates):
+@pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
+def test_activated_gates(gpu, gate, gates, shape):
     options = (("gate", gate), ("lower_bound", -5.0)) if gate == "bounded" else (("gate", gate),)
-    case = variant(FEW, lengths=(700, 33), gates=gates, options=(*options, ("qk_l2norm", True)))
+    case = variant(shape, lengths=(700, 33), gates=gates, options=(*options, ("qk_l2norm", True)))
     check_chunked(case, forward(gpu, case))
 
 
@@ -63,15 +65,17 @@ def test_heads(gpu, H, HV, dense):
     check_chunked(case, forward(gpu, case))
 
 
-def test_every_tail(gpu):
-    case = variant(FEW, lengths=tuple(range(1, 67)))
+@pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
+def test_every_tail(gpu, shape):
+    case = variant(shape, lengths=tuple(range(1, 67)))
     check_chunked(case, forward(gpu, case))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("gates", cases.HARD_GATES)
-def test_hard_gates(gpu, gates, dtype):
-    case = variant(FEW, gates=gates, dtype=dtype)
+@pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
+def test_hard_gates(gpu, gates, dtype, shape):
+    case = variant(shape, gates=gates, dtype=dtype)
     check_chunked(case, forward(gpu, case))
 
 
@@ -83,10 +87,11 @@ MISSED = ("one_key_b2-bf16", "one_key_b2-f16", "near_key_b2-bf16")
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("keys", cases.HARD_KEYS)
-def test_hard_keys(gpu, keys, dtype, request):
+@pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
+def test_hard_keys(gpu, keys, dtype, shape, request):
     if f"{keys}-{dtype}" in MISSED:
         request.applymarker(pytest.mark.xfail(reason=UNDAMPED))
-    case = variant(FEW, lengths=(16, 17, 64, 128, 200), gates=keys, dtype=dtype, initial=False)
+    case = variant(shape, lengths=(16, 17, 64, 128, 200), gates=keys, dtype=dtype, initial=False)
     check_chunked(case, forward(gpu, case))
 
 
@@ -183,6 +188,14 @@ def test_cut_sequences(gpu, lengths, options):
     check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
 
 
+@pytest.mark.parametrize("options", ["l2norm", "f16", "checkpoints", "slow"])
+@pytest.mark.parametrize("lengths", ["one", "packed"])
+def test_cut_narrow(gpu, lengths, options):
+    keywords, changes = CUT_OPTIONS[options]
+    case = variant(NARROW, lengths=CUT[lengths], H=2, HV=4, options=keywords, **changes)
+    check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
+
+
 def test_cut_dense(gpu):
     case = Case("kda", (2000,) * 3, 2, 2, 128, 128, "bf16", packed=False)
     check_chunked(case, forward(gpu, case))
@@ -220,7 +233,7 @@ def test_cut_slabs(generator):
 
 
 def test_what_is_not_taken(gpu):
-    """Odd strides of g, which TMA cannot address, and K = V = 64 run token by token."""
+    """Odd strides of g, which TMA cannot address, run token by token."""
     inputs = tensors(variant(FEW, lengths=(70,)))
     want = run("kda_fwd", inputs)
     check(pylinattn.last_path() == CHUNKED, f"last_path is {pylinattn.last_path()}")
@@ -230,8 +243,6 @@ def test_what_is_not_taken(gpu):
     check(pylinattn.last_path() == "cuda/recurrent", f"last_path is {pylinattn.last_path()}")
     error = cases.relative_rms(got.o.double().cpu().numpy(), want.o.double().cpu().numpy())
     check(error < 5e-3, f"the paths differ by {error:.1e}")
-    run("kda_fwd", tensors(Case("kda", (70,), 1, 2, 64, 64, "bf16")))
-    check(pylinattn.last_path() == "cuda/recurrent", f"last_path is {pylinattn.last_path()}")
 
 
 def test_graph_replay_with_other_lengths(gpu):

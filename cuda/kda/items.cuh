@@ -62,8 +62,9 @@ struct SlabRange {
     }
 };
 
-__device__ __forceinline__ Operands *operands_of(const KernelParams &params, int chunk, int head) {
-    return params.g_operands + (int64_t{chunk} * params.p.HV + head);
+template <int D>
+__device__ __forceinline__ Operands<D> *operands_of(const KernelParams &params, int chunk, int head) {
+    return reinterpret_cast<Operands<D> *>(params.g_operands) + (int64_t{chunk} * params.p.HV + head);
 }
 
 }  // namespace linattn::cuda::kda

@@ -10,11 +10,14 @@
 namespace linattn::cuda {
 namespace kda {
 
-template <class T>
+template <class T, int D>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors);  // kda_fwd.cuh
 
 // The workspace stays below this; a slab has one chunk at least.
 constexpr int64_t kWorkspaceBytes = int64_t{768} << 20;
+static_assert(kWorkspaceBytes / sizeof(Operands<64>) <= 65535, "a slab's chunks are a grid's second axis");
+
+static int64_t operand_bytes(const DeltaParams &p) { return p.K == 128 ? sizeof(Operands<128>) : sizeof(Operands<64>); }
 
 // Chunks of all sequences, at most, and of a slab: slabs of about one size.
 struct Slabs {
@@ -23,7 +26,7 @@ struct Slabs {
 
 static Slabs slabs(const DeltaParams &p) {
     const int64_t all = p.cu_seqlens ? p.T / kChunk + p.N : (p.T + kChunk - 1) / kChunk * p.N;
-    const int64_t fit = kWorkspaceBytes / (static_cast<int64_t>(sizeof(Operands)) * p.HV);
+    const int64_t fit = kWorkspaceBytes / (operand_bytes(p) * p.HV);
     if (all <= fit) return {all, all};
     const int64_t count = fit < 1 ? all : (all + fit - 1) / fit;
     return {all, (all + count - 1) / count};
@@ -43,19 +46,22 @@ static bool tma_fits(const Tensor &t, int64_t B, int64_t T, int64_t heads) {
 static CUtensorMap tile_map(const char *name, const Tensor &t, const DeltaParams &p, int64_t heads, int64_t columns,
                             int swizzle) {
     return make_tensor_map(name, t.data, t.dtype,
-                           {{kD, 1, columns}, {heads, t.stride[2], 1}, {p.T, t.stride[1], kChunk}, {p.B, t.stride[0], 1}},
+                           {{p.K, 1, columns}, {heads, t.stride[2], 1}, {p.T, t.stride[1], kChunk}, {p.B, t.stride[0], 1}},
                            swizzle);
 }
 
+template <int D>
 void launch_join(const KernelParams &params) {
     LaunchConfig config;
-    config.grid.x = params.p.N * params.p.HV * (kD / kJoinColumns);
-    config.block.x = 2 * kD;
-    config.smem_bytes = sizeof(SegmentJoinSmem);
+    config.grid.x = params.p.N * params.p.HV * (D / kJoinColumns);
+    config.block.x = 2 * D;
+    config.smem_bytes = sizeof(SegmentJoinSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;
-    launch("kda_fwd_join_kernel", kda_fwd_join_kernel, config, params);
+    launch("kda_fwd_join_kernel", kda_fwd_join_kernel<D>, config, params);
 }
+template void launch_join<128>(const KernelParams &);
+template void launch_join<64>(const KernelParams &);
 
 // Segments that all sequences may have together, 0 where sequences are not cut: asked not to, too few multiprocessors, or too
 // short for it to pay. Where the lengths of several sequences are not known here, the device has the last word.
@@ -71,13 +77,13 @@ static int cut(const DeltaParams &p, const Slabs &slabs, int multiprocessors) {
 }
 
 static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
-    return slabs.length < slabs.all ? p.N * p.HV * int64_t{kD * kD * 4} : 0;
+    return slabs.length < slabs.all ? p.N * p.HV * p.K * p.V * 4 : 0;
 }
 
 }  // namespace kda
 
 bool kda_chunked_fits(const DeltaParams &p) {
-    if ((p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) || p.K != kda::kD || p.V != kda::kD) return false;
+    if ((p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) || (p.K != 128 && p.K != 64) || p.V != p.K) return false;
     if (p.g.dtype != DType::F32 && p.g.dtype != DType::BF16 && p.g.dtype != DType::F16) return false;
     if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
     if (kda::slabs(p).all > INT32_MAX || kda::slabs(p).length > INT32_MAX / p.HV) return false;  // a grid's limit
@@ -88,8 +94,8 @@ bool kda_chunked_fits(const DeltaParams &p) {
 uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     const Slabs slabs = kda::slabs(p);
-    const int64_t segments = cut(p, slabs, multiprocessors) * p.HV * int64_t{2 * kD * kD * 4};
-    const int64_t chunks = slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands) + sizeof(int));
+    const int64_t segments = cut(p, slabs, multiprocessors) * p.HV * 2 * p.K * p.V * 4;
+    const int64_t chunks = slabs.length * p.HV * (operand_bytes(p) + static_cast<int64_t>(sizeof(int)));
     return static_cast<uint64_t>(chunks + carry_bytes(p, slabs) + segments + 2048);  // of these to align it
 }
 
@@ -101,19 +107,24 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                              tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
-    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound)};
+    KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound),
+                           static_cast<uint32_t>(p.HV / p.H)};
     params.slab_chunks = static_cast<int>(slabs.length);
-    params.g_operands = reinterpret_cast<Operands *>(workspace);
-    workspace += slabs.length * p.HV * static_cast<int64_t>(sizeof(Operands));
+    params.g_operands = workspace;
+    workspace += slabs.length * p.HV * operand_bytes(p);
     params.g_carry = reinterpret_cast<float *>(workspace);
     params.cut = cut(p, slabs, multiprocessors);
     workspace += carry_bytes(p, slabs);
     params.g_segments = reinterpret_cast<float *>(workspace);
-    params.g_precise = reinterpret_cast<int *>(workspace + params.cut * p.HV * int64_t{2 * kD * kD * 4});
+    params.g_precise = reinterpret_cast<int *>(workspace + params.cut * p.HV * 2 * p.K * p.V * 4);
     for (int64_t first = 0; first < slabs.all; first += slabs.length) {
         params.first_chunk = static_cast<int>(first);
-        p.q.dtype == DType::BF16 ? launch_slab<__nv_bfloat16>(params, maps, slabs.length, multiprocessors)
-                                 : launch_slab<__half>(params, maps, slabs.length, multiprocessors);
+        const auto launch = [&](auto type) {
+            using T = decltype(type);
+            p.K == 128 ? launch_slab<T, 128>(params, maps, slabs.length, multiprocessors)
+                       : launch_slab<T, 64>(params, maps, slabs.length, multiprocessors);
+        };
+        p.q.dtype == DType::BF16 ? launch(__nv_bfloat16()) : launch(__half());
     }
 }
 

@@ -19,16 +19,25 @@ namespace linattn::cuda::kda {
 constexpr int kLoadRegisters = 24, kStateRegisters = 240;
 static_assert(kLoadRegisters + 2 * kStateRegisters <= 3 * 168);
 
+// One warp loads. Registers are shared out anew by warpgroups: where that is done there is a whole one.
+template <int kGroups>
+constexpr int kScanThreads = kGroups == 1 ? 160 : 384;
+
+// CTAs of the scan on an SM.
+template <int D>
+constexpr int kScanCtas = D == 128 ? 1 : 2;
+
 // The operands of a chunk, without what only outputs need, and V. low: second terms too.
-template <int kGroups, bool kOutputs>
-__device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<kGroups> &smem, const Item &item, int token,
-                                           const Operands &g_from, bool low, int stage) {
+template <int D, int kGroups, bool kOutputs>
+__device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<D, kGroups> &smem, const Item &item, int token,
+                                           const Operands<D> &g_from, bool low, int stage) {
     const uint32_t full = smem.ring().full(stage), v = ptx::shared_address(smem.v[stage]);
     const uint32_t to = ptx::shared_address(&smem.operands[stage]);
     const char *g_bytes = reinterpret_cast<const char *>(&g_from);
-    constexpr uint32_t kKEnd = offsetof(Operands, k_end), kA = offsetof(Operands, a), kFactors = offsetof(Operands, factors);
-    constexpr uint32_t kHalf = Pair::kPanelStrideBytes / 2, kPlain = offsetof(Operands, k_end_low);
-    const uint32_t end = low ? sizeof(Operands) : kPlain;
+    constexpr uint32_t kKEnd = offsetof(Operands<D>, k_end), kA = offsetof(Operands<D>, a),
+                       kFactors = offsetof(Operands<D>, factors);
+    constexpr uint32_t kPanel = Pair<D>::kPanelStrideBytes, kPlain = offsetof(Operands<D>, k_end_low);
+    const uint32_t end = low ? sizeof(Operands<D>) : kPlain;
     const auto copy = [&](uint32_t first, uint32_t bytes) {
         ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full);
     };
@@ -36,25 +45,26 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<kGro
         ptx::mbarrier_arrive_expect_tx(full, end + sizeof(smem.v[0]));
         copy(0, end);
     } else {
-        ptx::mbarrier_arrive_expect_tx(full, end - (kFactors - kA) - Pair::kBytes / 2 + sizeof(smem.v[0]));
-        copy(0, kHalf), copy(2 * kHalf, kHalf);
+        ptx::mbarrier_arrive_expect_tx(full, end - (kFactors - kA) - Pair<D>::kBytes / 2 + sizeof(smem.v[0]));
+#pragma unroll
+        for (int panel = 0; panel < Pair<D>::kPanels; panel++) copy(panel * kPanel, kPanel / 2);  // K~
         copy(kKEnd, kA - kKEnd);
         copy(kFactors, end - kFactors);
     }
 #pragma unroll
     for (int panel = 0; panel < kGroups; panel++)
-        ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile::kPanelStrideBytes, &maps.v, full,
+        ptx::cp_async_bulk_tensor_4d_load(v + panel * Tile<D>::kPanelStrideBytes, &maps.v, full,
                                           64 * (kGroups * item.piece + panel), item.head, token, item.batch);
 }
 
-template <int kGroups, bool kOutputs>
-__device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<kGroups> &smem) {
-    RingState<kStages> stage;
+template <int D, int kGroups, bool kOutputs>
+__device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<D, kGroups> &smem) {
+    RingState<kStages<D>> stage;
     ptx::griddepcontrol_wait();  // the operands
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * kGroups];  // its numbers are not kept in registers
         __syncwarp();
-        item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
+        item = smem.plan.find(params, D / 64 / kGroups, kOutputs, round);
         __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) continue;
@@ -67,58 +77,62 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
             const bool low = __shfl_sync(~0u, precise, number) < kChunk;
             smem.ring().wait_empty(stage);
             if (lane == 0)
-                load_chunk<kGroups, kOutputs>(maps, smem, item, item.bos + c * kChunk,
-                                              *operands_of(params, range.slot + c - range.first, item.head), low, stage.stage);
+                load_chunk<D, kGroups, kOutputs>(maps, smem, item, item.bos + c * kChunk,
+                                                 *operands_of<D>(params, range.slot + c - range.first, item.head), low,
+                                                 stage.stage);
             __syncwarp();
         }
     }
 }
 
 // kOutputs: false makes the transitions of segments.
-template <class T, int kGroups, bool kOutputs>
-__global__ void __launch_bounds__(128 * (kGroups + 1), 1)
+template <class T, int D, int kGroups, bool kOutputs>
+__global__ void __launch_bounds__(kScanThreads<kGroups>, kScanCtas<D>)
     kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
-    ScanSmem<kGroups> &smem = *reinterpret_cast<ScanSmem<kGroups> *>(smem_bytes);
+    ScanSmem<D, kGroups> &smem = *reinterpret_cast<ScanSmem<D, kGroups> *>(smem_bytes);
     if (!kOutputs) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups * kWarpArrivals);
-    smem.plan.make(params, kD / 64 / kGroups, kOutputs, 128 * (kGroups + 1));
+    smem.plan.make(params, D / 64 / kGroups, kOutputs, kScanThreads<kGroups>);
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group < kGroups) {
         if constexpr (kGroups == 2) ptx::setmaxnreg_inc<kStateRegisters>();
-        state<T, kGroups, kOutputs>(params, smem, group);
+        state<T, D, kGroups, kOutputs>(params, smem, group);
     } else {
         if constexpr (kGroups == 2) ptx::setmaxnreg_dec<kLoadRegisters>();
-        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<kGroups, kOutputs>(params, maps, smem);
+        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<D, kGroups, kOutputs>(params, maps, smem);
     }
 }
 
+template <int D>
 void launch_join(const KernelParams &params);  // kda_fwd.cu
 
-template <class T, int kGroups, bool kOutputs>
+template <class T, int D, int kGroups, bool kOutputs>
 void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
-    const int64_t items = (params.cut != 0 ? params.cut : params.p.N) * params.p.HV * (kD / 64 / kGroups);
+    const int64_t items = (params.cut != 0 ? params.cut : params.p.N) * params.p.HV * (D / 64 / kGroups);
     LaunchConfig config;
-    config.grid.x = items < multiprocessors ? items : multiprocessors;
-    config.block.x = 128 * (kGroups + 1);
-    config.smem_bytes = sizeof(ScanSmem<kGroups>);
+    const int64_t most = int64_t{kScanCtas<D>} * multiprocessors;
+    config.grid.x = items < most ? items : most;
+    config.block.x = kScanThreads<kGroups>;
+    config.smem_bytes = sizeof(ScanSmem<D, kGroups>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;  // starts while the last operands are being made
-    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, kGroups, kOutputs>, config, params, maps);
+    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, D, kGroups, kOutputs>, config, params, maps);
 }
 
-template <class T>
+template <class T, int D>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors) {
-    launch_prepare<T>(params, maps, chunks);
+    constexpr int kMost = D / 64;  // state warpgroups, all columns of V in a CTA
+    launch_prepare<T, D>(params, maps, chunks);
     if (params.cut != 0) {
-        launch_scan<T, 2, false>(params, maps, multiprocessors);
-        launch_join(params);
-        launch_scan<T, 2, true>(params, maps, multiprocessors);
+        launch_scan<T, D, kMost, false>(params, maps, multiprocessors);
+        launch_join<D>(params);
+        launch_scan<T, D, kMost, true>(params, maps, multiprocessors);
     } else if (2 * params.p.N * params.p.HV <= multiprocessors) {
-        launch_scan<T, 1, true>(params, maps, multiprocessors);
+        launch_scan<T, D, 1, true>(params, maps, multiprocessors);
     } else {
-        launch_scan<T, 2, true>(params, maps, multiprocessors);
+        launch_scan<T, D, kMost, true>(params, maps, multiprocessors);
     }
 }
 

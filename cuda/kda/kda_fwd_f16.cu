@@ -2,6 +2,6 @@
 
 namespace linattn::cuda::kda {
 
-template void launch_slab<__half>(const KernelParams &, const TensorMaps &, int64_t, int);
+template void launch_slab<__half, 128>(const KernelParams &, const TensorMaps &, int64_t, int);
 
 }  // namespace linattn::cuda::kda

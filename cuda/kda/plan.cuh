@@ -15,19 +15,20 @@ struct Item {
     int segment_chunks;
     bool from_identity;  // M: from the identity, with V = 0
     bool exists;
+
+    __device__ __forceinline__ bool last() const { return segment + 1 >= segments; }  // the sequence's, in this slab
 };
 
 // Its chunks: numbers first .. end - 1; slot: of chunk `first` in the workspace. By a converged warp.
 struct ItemRange : SlabRange {
     bool continues;  // the sequence comes from the slab before
-    bool last;       // the sequence ends with this item, in this slab
 
     __device__ __forceinline__ ItemRange(const KernelParams &params, const Item &item)
-        : SlabRange(params, item.sequence, item.length), continues(first > 0), last(item.segment + 1 >= item.segments) {
+        : SlabRange(params, item.sequence, item.length), continues(first > 0) {
         if (item.segments <= 1) return;
         const int from = item.segment * item.segment_chunks;
         first += from, slot += from;
-        if (!last) end = first + item.segment_chunks;
+        if (!item.last()) end = first + item.segment_chunks;
     }
 };
 

@@ -4,19 +4,21 @@
 
 namespace linattn::cuda::kda {
 
-constexpr int kStages = 4;  // chunks in flight
+// Chunks in flight. With D = 64 two CTAs share an SM.
+template <int D>
+constexpr int kStages = D == 128 ? 4 : 3;
 
 // kGroups: state warpgroups, 64 columns of V each.
-template <int kGroups>
+template <int D, int kGroups>
 struct alignas(1024) ScanSmem {
-    Operands operands[kStages];
-    uint8_t v[kStages][kGroups * Tile::kPanelStrideBytes];
+    Operands<D> operands[kStages<D>];
+    uint8_t v[kStages<D>][kGroups * Tile<D>::kPanelStrideBytes];
     uint8_t o[4 * kGroups][kChunk * 32];  // of each state warp, 16 columns
     Item item[4 * kGroups + 1];           // of each state warp and the one that loads
     Plan plan;
-    uint64_t barriers[2 * kStages];
+    uint64_t barriers[2 * kStages<D>];
 
-    __device__ Ring<kStages> ring() { return {ptx::shared_address(barriers)}; }
+    __device__ Ring<kStages<D>> ring() { return {ptx::shared_address(barriers)}; }
 };
 
 }  // namespace linattn::cuda::kda

@@ -13,16 +13,21 @@
 
 namespace linattn::cuda::kda {
 
-constexpr int kChunk = 32, kD = 128;  // tokens; K = V
-constexpr int kMaxSorted = 256;       // up to so many sequences are taken in the order of their lengths
+constexpr int kChunk = 32;       // tokens
+constexpr int kMaxSorted = 256;  // up to so many sequences are taken in the order of their lengths
 
-using Tile = SmemTile<kChunk, kD, ptx::Swizzle::B128>;       // tokens x channels
-using Pair = SmemTile<2 * kChunk, kD, ptx::Swizzle::B128>;   // k's tokens, then q's
+// D = K = V: 128 or 64.
+template <int D>
+using Tile = SmemTile<kChunk, D, ptx::Swizzle::B128>;  // tokens x channels
+template <int D>
+using Pair = SmemTile<2 * kChunk, D, ptx::Swizzle::B128>;    // k's tokens, then q's
+constexpr uint32_t kQueries = kChunk * 128;                  // from a row of k to that of q in a Pair
 using Square = SmemTile<kChunk, kChunk, ptx::Swizzle::B64>;  // tokens x tokens
 
 // Numbers of a chunk that are not matrices.
+template <int D>
 struct alignas(1024) Factors {
-    float gamma[kD];  // decay of the whole chunk; channel c at gamma_place(c)
+    float gamma[D];  // decay of the whole chunk; channel c at gamma_place(c)
     // X = beta_v V - beta_k K~ S, of two tokens (v, v, k, k): beta, and once or twice what k is to be multiplied by.
     float4 beta[kChunk / 2];
     float scale_q[kChunk];  // of a row of O
@@ -36,14 +41,15 @@ __host__ __device__ __forceinline__ constexpr int gamma_place(int c) {
 
 // What the scan reads of a chunk besides V, laid out as it lies in shared memory there. k and q have a length of 1 to 2 in all
 // of it: multiplied by a power of 2.
+template <int D>
 struct alignas(1024) Operands {
-    uint8_t start[Pair::kBytes];  // K~, Q~: k, q times the decay since the start of the chunk
-    uint8_t k_end[Tile::kBytes];  // K^: k times the decay to the end of the chunk, in fp16
-    uint8_t t[Square::kBytes];    // T^
-    uint8_t a[Square::kBytes];    // A, in fp16
-    Factors factors;
+    uint8_t start[Pair<D>::kBytes];  // K~, Q~: k, q times the decay since the start of the chunk
+    uint8_t k_end[Tile<D>::kBytes];  // K^: k times the decay to the end of the chunk, in fp16
+    uint8_t t[Square::kBytes];       // T^
+    uint8_t a[Square::kBytes];       // A, in fp16
+    Factors<D> factors;
     // Second terms, only there if a token of the chunk needs them.
-    uint8_t k_end_low[Tile::kBytes], t_low[Square::kBytes], a_low[Square::kBytes];
+    uint8_t k_end_low[Tile<D>::kBytes], t_low[Square::kBytes], a_low[Square::kBytes];
 };
 
 // A call is computed in slabs of chunks, so that the workspace stays bounded: slab_chunks of them, counted through the
@@ -51,8 +57,9 @@ struct alignas(1024) Operands {
 struct KernelParams {
     DeltaParams p;
     float scale, lower_bound;  // of p, in float
+    uint32_t group;            // value heads of a head of q and k
     int first_chunk, slab_chunks;
-    Operands *g_operands;
+    char *g_operands;
     int *g_precise;  // [slab_chunks][HV], first_precise of each
     float *g_carry;  // [N][HV][V][K], the states between slabs
     int cut;         // sequences are cut into at most so many segments together, whose transitions are no more; 0: they are not

@@ -1,5 +1,5 @@
-// From the four warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with
-// L = diag(beta) M, in fp32 up to its last rounding.
+// From the four warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with L = diag(beta) M, in fp32
+// up to its last rounding.
 //
 // The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two
 // plain products spread over the 128 threads.
@@ -18,9 +18,14 @@ __device__ __forceinline__ float inverse_length(float squares) {
     return __uint_as_float(static_cast<uint32_t>(127 - half) << 23);
 }
 
+__device__ __forceinline__ float inverse_of_power(float power) {
+    return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
 // By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
-// The last warp makes the factors, too.
-__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem &smem, int w, int token, int rows,
+// The last two warps make the factors, too.
+template <int D>
+__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows,
                                               float beta) {
     const DeltaParams &p = params.p;
     float kk = 0.0f, qk = 0.0f, qq = 0.0f;
@@ -28,17 +33,22 @@ __device__ __forceinline__ void token_factors(const KernelParams &params, PrepSm
     for (int i = 0; i < 4; i++) kk += smem.kk[i][token], qk += smem.qk[i][token], qq += smem.qq[i][token];
     const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
     smem.inverse_k[w][token] = inverse_k, smem.inverse_q[w][token] = inverse_q;
-    if (w != 3) return;
-    const float length_k =
-        (p.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.0f) / inverse_k;  // what a k of the operands is to be multiplied by
-    const float length_q = (p.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.0f) / inverse_q;
-    if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
-    if (p.beta_form == BetaForm::LogitsX2) beta += beta;
-    beta = token < rows ? beta : 0.0f;
-    smem.diagonal[token] = qk * inverse_k * inverse_q;
-    float *to = &smem.factors.beta[token / 2].x + token % 2;
-    to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
-    smem.factors.scale_q[token] = params.scale * length_q;
+    // What a k or q of the operands is to be multiplied by.
+    const auto length = [&](float squares, float inverse) {
+        return (p.qk_l2norm ? rsqrtf(squares + 1e-6f) : 1.0f) * inverse_of_power(inverse);
+    };
+    if (w == 2) {
+        smem.diagonal[token] = qk * inverse_k * inverse_q;
+        smem.factors.scale_q[token] = params.scale * length(qq, inverse_q);
+    }
+    if (w == 3) {
+        const float length_k = length(kk, inverse_k);
+        if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
+        if (p.beta_form == BetaForm::LogitsX2) beta += beta;
+        beta = token < rows ? beta : 0.0f;
+        float *to = &smem.factors.beta[token / 2].x + token % 2;
+        to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
+    }
 }
 
 __device__ __forceinline__ float4 ld4(const float *s_from) { return ptx::ld_shared_v4_f32(ptx::shared_address(s_from)); }
@@ -65,24 +75,79 @@ __device__ __forceinline__ void put8_low(uint8_t *g_to, const float (&x)[8]) {
     put8<T>(g_to, low);
 }
 
-// Thread: row i of the sums, columns 8 c ..: A_ij below the diagonal, M_ji above it. x: A's.
-__device__ __forceinline__ void add_partials(float (&x)[8], PrepSmem &smem, int thread) {
-    const int i = thread / 4, c = 8 * (thread % 4);
-    float y[8];
-    ld8(x, &smem.warp[0].partial.x[i * kPitch + c]);
+// Whose sums a piece holds: M_ts of two pairs of tokens in x and y, A_ts of the same in z and w. Pieces 0 to 127 are level 16
+// of the tree, 128 to 191 level 8, 192 to 223 level 4, by product and lane; the rest are levels 2 and 1, by pairs and group of
+// four tokens. See tree.cuh.
+struct Place {
+    uint32_t t[2], s[2];
+
+    // Of a product over groups that are h apart, the elements of row g and columns n, n + 1.
+    __device__ __forceinline__ void across(uint32_t h, uint32_t product, uint32_t g, uint32_t n) {
+        t[0] = t[1] = 4 * (g | h) + product / 2 * 2 + ((g & h) == 0);
 #pragma unroll
-    for (int w = 1; w < 4; w++) {
-        ld8(y, &smem.warp[w].partial.x[i * kPitch + c]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] += y[j];
+        for (uint32_t j = 0; j < 2; j++) s[j] = 4 * ((n + j) & ~h) + product % 2 * 2 + (((n + j) & h) != 0);
     }
-    const float diagonal = smem.diagonal[i];
-    ld8(y, &smem.beta_k[c]);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        if (c + j > i) smem.l[(c + j) * kPitch + i] = x[j] * y[j];
-        x[j] = c + j < i ? x[j] : c + j == i ? diagonal : 0.0f;
+
+    // Piece 32 w + lane, or the one 128 further on. kFurther and w are the same in a warp.
+    template <bool kFurther>
+    static __device__ __forceinline__ Place of(uint32_t w, uint32_t lane) {
+        Place at;
+        if (!kFurther) {
+            at.across(4, w, lane / 4, 2 * (lane % 4));
+        } else if (w < 2) {
+            const uint32_t g = lane / 2 % 8;
+            at.across(2, 2 * w + lane / 16, g, g & 4 | lane % 2 * 2);
+        } else if (w == 2) {
+            at.across(1, lane / 8, lane % 8, lane & 6);
+        } else {
+            const uint32_t j = lane / 8, first = lane % 8 * 4;
+            at.t[0] = first + (j < 2 ? 2 + j : 1), at.t[1] = first + (j < 2 ? 2 + j : 3);
+            at.s[0] = first, at.s[1] = first + (j < 2 ? 1 : 2);
+        }
+        return at;
     }
+};
+
+// An element of A, in fp16.
+template <int D>
+__device__ __forceinline__ void put_a(PrepSmem<D> &smem, uint32_t t, uint32_t s, float a) {
+    *reinterpret_cast<__half *>(smem.a + Square::offset(t, s)) = __float2half_rn(a);
+}
+
+// Adds up the thread's two pieces of all warps: M to L, A to its square. a: A's sums. All loads stand before all stores: none
+// passes one.
+template <int D>
+__device__ __forceinline__ void add_pieces(float (&a)[2][2], PrepSmem<D> &smem, int w, int lane) {
+    const int piece = 32 * w + lane;
+    const bool both = 128 + piece < kPieces;
+    const Place at[2] = {Place::of<false>(w, lane), Place::of<true>(w, lane)};
+    float4 x[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[0][i] = ld4(&smem.partial[i][piece].x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[1][i] = ld4(&smem.partial[i][both ? 128 + piece : piece].x);
+    float beta[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) beta[i / 2][i % 2] = smem.beta_k[at[i / 2].t[i % 2]];
+    const auto sum = [](float p, float q, float r, float s) { return ((p + q) + r) + s; };
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4(&y)[4] = x[i];
+        a[i][0] = sum(y[0].z, y[1].z, y[2].z, y[3].z), a[i][1] = sum(y[0].w, y[1].w, y[2].w, y[3].w);
+        if (i == 1 && !both) return;
+        smem.l[at[i].t[0] * kPitch + at[i].s[0]] = sum(y[0].x, y[1].x, y[2].x, y[3].x) * beta[i][0];
+        smem.l[at[i].t[1] * kPitch + at[i].s[1]] = sum(y[0].y, y[1].y, y[2].y, y[3].y) * beta[i][1];
+        put_a(smem, at[i].t[0], at[i].s[0], a[i][0]), put_a(smem, at[i].t[1], at[i].s[1], a[i][1]);
+    }
+}
+
+// What rounding left of A, in its square.
+template <bool kFurther, int D>
+__device__ __forceinline__ void put_low(const float (&a)[2], PrepSmem<D> &smem, int w, int lane) {
+    if (128 * kFurther + 32 * w + lane >= kPieces) return;
+    const Place at = Place::of<kFurther>(w, lane);
+#pragma unroll
+    for (int j = 0; j < 2; j++) put_a(smem, at.t[j], at.s[j], a[j] - __half2float(__float2half_rn(a[j])));
 }
 
 // Sums over U cancel where keys are alike: rounding each operand once is then not enough. By one warp, lane = token: the first
@@ -90,7 +155,8 @@ __device__ __forceinline__ void add_partials(float (&x)[8], PrepSmem &smem, int 
 // 32 / 128.
 constexpr float kAlike = 0.4f;
 
-__device__ __forceinline__ void find_precise(PrepSmem &smem, int lane) {
+template <int D>
+__device__ __forceinline__ void find_precise(PrepSmem<D> &smem, int lane) {
     float sum[4] = {};
 #pragma unroll
     for (int s = 0; s < kChunk; s += 4) {
@@ -103,45 +169,55 @@ __device__ __forceinline__ void find_precise(PrepSmem &smem, int lane) {
 }
 
 // By one warp: lane = column of block lane / 16.
-__device__ __forceinline__ void invert_diagonal(PrepSmem &smem, int lane) {
+template <int D>
+__device__ __forceinline__ void invert_diagonal(PrepSmem<D> &smem, int lane) {
     const int first = lane & 16, column = lane & 15;
-    float x[16];
+    float l[16][16], x[16];
 #pragma unroll
-    for (int r = 0; r < 16; r++) {
-        x[r] = r == column ? 1.0f : 0.0f;
-        const float *s_row = &smem.l[(first + r) * kPitch + first];
+    for (int r = 1; r < 16; r++)
 #pragma unroll
         for (int s = 0; s < r; s += 4) {
-            const float4 l = ld4(s_row + s);
-            x[r] = fmaf(-l.x, x[s], x[r]);
-            if (s + 1 < r) x[r] = fmaf(-l.y, x[s + 1], x[r]);
-            if (s + 2 < r) x[r] = fmaf(-l.z, x[s + 2], x[r]);
-            if (s + 3 < r) x[r] = fmaf(-l.w, x[s + 3], x[r]);
+            const float4 v = ld4(&smem.l[(first + r) * kPitch + first + s]);
+            l[r][s] = v.x, l[r][s + 1] = v.y, l[r][s + 2] = v.z, l[r][s + 3] = v.w;
         }
-    }
 #pragma unroll
-    for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];  // no load waits behind a store
+    for (int r = 0; r < 16; r++) x[r] = r == column ? 1.0f : 0.0f;
+    // Column by column of L: what does not depend on one another stands side by side.
+#pragma unroll
+    for (int s = 0; s < 15; s++)
+#pragma unroll
+        for (int r = s + 1; r < 16; r++) x[r] = fmaf(-l[r][s], x[s], x[r]);
+#pragma unroll
+    for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];
 }
 
-// Row r (0-15) of X times column c of Y: X at x, 16 columns; Y at y, kYPitch floats a row.
+// Rows r and r + 8 (0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
 template <int kYPitch>
-__device__ __forceinline__ float dot16(const float *s_x, const float *s_y) {
-    float sum[2] = {};
+__device__ __forceinline__ void dot16(float (&result)[2], const float *s_x, const float *s_y) {
+    float sum[2][2] = {}, y[16];
+    float4 x[2][4];
 #pragma unroll
-    for (int s = 0; s < 16; s += 4) {
-        const float4 x = ld4(s_x + s);
-        sum[0] = fmaf(x.x, s_y[s * kYPitch], sum[0]), sum[1] = fmaf(x.y, s_y[(s + 1) * kYPitch], sum[1]);
-        sum[0] = fmaf(x.z, s_y[(s + 2) * kYPitch], sum[0]), sum[1] = fmaf(x.w, s_y[(s + 3) * kYPitch], sum[1]);
-    }
-    return sum[0] + sum[1];
+    for (int s = 0; s < 16; s++) y[s] = s_y[s * kYPitch];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ld4(s_x + 8 * (i / 4) * kPitch + 4 * (i % 4));
+#pragma unroll
+    for (int s = 0; s < 16; s += 4)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 v = x[i][s / 4];
+            sum[i][0] = fmaf(v.x, y[s], sum[i][0]), sum[i][1] = fmaf(v.y, y[s + 1], sum[i][1]);
+            sum[i][0] = fmaf(v.z, y[s + 2], sum[i][0]), sum[i][1] = fmaf(v.w, y[s + 3], sum[i][1]);
+        }
+    result[0] = sum[0][0] + sum[0][1], result[1] = sum[1][0] + sum[1][1];
 }
 
 // y = L10 T00, and the diagonal blocks and the block above them to T^.
-template <class T>
-__device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, PrepSmem &smem, int thread) {
+template <class T, int D>
+__device__ __forceinline__ void lower_left_first(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
     const int r = thread / 16, c = thread % 16;
-#pragma unroll
-    for (int i = 0; i < 2; i++) smem.y[(r + 8 * i) * 16 + c] = dot16<kPitch>(&smem.l[(16 + r + 8 * i) * kPitch], &smem.t[c]);
+    float y[2];
+    dot16<kPitch>(y, &smem.l[(16 + r) * kPitch], &smem.t[c]);
+    smem.y[r * 16 + c] = y[0], smem.y[(r + 8) * 16 + c] = y[1];
     const int row = thread / 4, column = 8 * (thread % 4);
     if (row >= 16 && column < 16) return;
     float x[8] = {};
@@ -155,13 +231,15 @@ __device__ __forceinline__ void lower_left_first(Operands &g_to, bool precise, P
     if (precise) put8_low<T>(g_to.t_low + at, x);
 }
 
-template <class T>
-__device__ __forceinline__ void lower_left_second(Operands &g_to, bool precise, PrepSmem &smem, int thread) {
+template <class T, int D>
+__device__ __forceinline__ void lower_left_second(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
     const int r = thread / 16, c = thread % 16;
+    float product[2];
+    dot16<16>(product, &smem.t[(16 + r) * kPitch + 16], &smem.y[c]);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = 16 + r + 8 * i;
-        const float x = -dot16<16>(&smem.t[row * kPitch + 16], &smem.y[c]);
+        const float x = -product[i];
         const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
         *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);
         if (precise)

@@ -1,4 +1,4 @@
-// A state warpgroup of kda_fwd_scan_kernel: 64 columns of V, S^T (64 x 128) in fp32.
+// A state warpgroup of kda_fwd_scan_kernel: 64 columns of V, S^T (64 x D) in fp32.
 //
 //   X = beta_v V - beta_k K~ S;  U = X + T^ X;  O = scale_q (Q~ S + A U);  S = gamma S + K^^T U
 //
@@ -33,50 +33,51 @@ __device__ __forceinline__ void second_terms(uint32_t (&second)[kSteps][4], cons
 }
 
 // kOutputs: O is computed; else only S, for the transition of a segment.
-template <class T, int kGroups, bool kOutputs>
+template <class T, int D, int kGroups, bool kOutputs>
 struct StateLoop {
     const DeltaParams &p;
-    ScanSmem<kGroups> &smem;
+    ScanSmem<D, kGroups> &smem;
     static constexpr int kStart = kOutputs ? 32 : 16;  // K~ S, and Q~ S from 16 on
-    RingState<kStages> stage;
+    RingState<kStages<D>> stage;
 
     // O of the chunk before, not stored yet: that happens while the next chunk's products run.
     // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
     uint32_t packed[2][4];
-    int pending = 0;                           // its tokens up to the end of the sequence; 0: none
-    char *g_o;                                 // the lane's place for it
-    uint32_t lane_values, lane_to, lane_from;  // the lane's places in V and in `o`
+    int pending = 0;                // its tokens up to the end of the sequence; 0: none
+    char *g_o;                      // the lane's place for it
+    uint32_t lane_values, lane_to;  // the lane's places in V and, to write, in `o`
 
-    __device__ __forceinline__ StateLoop(const DeltaParams &params, ScanSmem<kGroups> &from) : p(params), smem(from) {
+    __device__ __forceinline__ StateLoop(const DeltaParams &params, ScanSmem<D, kGroups> &from) : p(params), smem(from) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         // V: 16 tokens of the warp's 16 columns, matrices of an ldmatrix in the order of a fragment of V^T, (tokens, columns) =
         // (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15). O the same way.
         const int row = (lane & 7) + (lane & 16) / 2, unit = (lane & 8) / 8;
-        lane_values = ptx::shared_address(smem.v[0]) + warp / 4 * Tile::kPanelStrideBytes + row * 128 +
+        lane_values = ptx::shared_address(smem.v[0]) + warp / 4 * Tile<D>::kPanelStrideBytes + row * 128 +
                       ((warp % 4 * 2 + unit) ^ (lane & 7)) * 16;
-        const auto unit_at = [&](int row, int unit) {
-            return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
-        };
-        lane_to = unit_at(row, unit), lane_from = unit_at(lane / 2, lane % 2);
+        lane_to = unit_of(warp, row, unit);
+    }
+
+    __device__ __forceinline__ uint32_t unit_of(int warp, int row, int unit) const {
+        return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
     }
 
     // A chunk; left: tokens from its first one to the end of the sequence. What has to be waited for is asked for early: V and
     // factors before O of the chunk before goes through shared memory, gamma before the product that U makes.
-    __device__ __forceinline__ void chunk(float (&s)[64], const Item &item, int left) {
-        uint32_t fs[8][4];
+    __device__ __forceinline__ void chunk(float (&s)[D / 2], const Item &item, int left) {
+        uint32_t fs[D / 16][4];
         float start_s[kStart];
         pack<T>(fs, s);
         smem.ring().wait_full(stage);
-        const Operands &from = smem.operands[stage.stage];
+        const Operands<D> &from = smem.operands[stage.stage];
         ptx::register_fence(start_s), register_fence(fs);
-        issue<T, ptx::Major::K, Pair>(start_s, fs, Pair::k_major_low(ptx::shared_address(from.start), 0, 0), false);
+        issue<T, ptx::Major::K, Pair<D>>(start_s, fs, Pair<D>::k_major_low(ptx::shared_address(from.start), 0, 0), false);
         const int first = from.factors.first_precise;
         uint32_t fv[2][4];
         load_values(fv, item, left);
         const uint32_t factors = ptx::shared_address(&from.factors) + 16 * (threadIdx.x % 4);
         float4 beta[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) beta[j] = ptx::ld_shared_v4_f32(factors + offsetof(Factors, beta) + 64 * j);
+        for (int j = 0; j < 4; j++) beta[j] = ptx::ld_shared_v4_f32(factors + offsetof(Factors<D>, beta) + 64 * j);
         uint4 o[2];
         if constexpr (kOutputs) gather(o);
         const bool precise = __any_sync(~0u, first < kChunk);
@@ -111,18 +112,18 @@ struct StateLoop {
     // kPrecise: tokens from `first` on take the second terms too. Those before it get the same bits either way, so that they do
     // not depend on later tokens.
     template <bool kPrecise>
-    __device__ __forceinline__ void run(float (&s)[64], float (&start_s)[kStart], float (&x)[16], const uint4 (&o)[2],
+    __device__ __forceinline__ void run(float (&s)[D / 2], float (&start_s)[kStart], float (&x)[16], const uint4 (&o)[2],
                                         uint32_t factors, int first) {
         const int pair = 2 * (threadIdx.x % 4);
-        const Operands &from = smem.operands[stage.stage];
+        const Operands<D> &from = smem.operands[stage.stage];
         if constexpr (kOutputs && kPrecise) store(o);
-        float y[16], z[16], grown[64];  // x: X, then U; y: A U
+        float y[16], z[16], grown[D / 2];  // x: X, then U; y: A U
         uint32_t fx[2][4], fu[2][4], low[2][4];
         pack<T>(fx, x);
         if constexpr (kPrecise) second_terms<T>(low, x, fx);
         float down[2], up[2];
         const uint32_t t = Square::k_major_low(ptx::shared_address(from.t), 0, 0);
-        constexpr uint32_t kLow = (offsetof(Operands, t_low) - offsetof(Operands, t)) >> 4;
+        constexpr uint32_t kLow = (offsetof(Operands<D>, t_low) - offsetof(Operands<D>, t)) >> 4;
         ptx::register_fence(x), register_fence(fx);
         issue<T, ptx::Major::K, Square>(x, fx, t, true);
         if constexpr (kPrecise) add_second_terms<T>(z, fx, low, t, t + kLow);
@@ -135,15 +136,15 @@ struct StateLoop {
         for (int i = 0; i < 16; i++) x[i] *= up[i / 2 % 2];
         pack<__half>(fu, x);
         const uint32_t a = Square::k_major_low(ptx::shared_address(from.a), 0, 0);
-        const uint32_t k_end = Tile::mn_major_low(ptx::shared_address(from.k_end), 0, 0);
+        const uint32_t k_end = Tile<D>::mn_major_low(ptx::shared_address(from.k_end), 0, 0);
         ptx::register_fence(grown), register_fence(fu);
-        issue<__half, ptx::Major::MN, Tile>(grown, fu, k_end, false);
+        issue<__half, ptx::Major::MN, Tile<D>>(grown, fu, k_end, false);
         if constexpr (kPrecise) {
-            constexpr uint32_t kEndLow = (offsetof(Operands, k_end_low) - offsetof(Operands, k_end)) >> 4;
+            constexpr uint32_t kEndLow = (offsetof(Operands<D>, k_end_low) - offsetof(Operands<D>, k_end)) >> 4;
             second_terms<__half>(low, x, fu);
             register_fence(low);
-            issue<__half, ptx::Major::MN, Tile>(grown, low, k_end, true);
-            issue<__half, ptx::Major::MN, Tile>(grown, fu, k_end + kEndLow, true);
+            issue<__half, ptx::Major::MN, Tile<D>>(grown, low, k_end, true);
+            issue<__half, ptx::Major::MN, Tile<D>>(grown, fu, k_end + kEndLow, true);
             ptx::wgmma_wait_group<0>();
         }
         if constexpr (kOutputs && !kPrecise) {
@@ -151,8 +152,8 @@ struct StateLoop {
             issue<__half, ptx::Major::K, Square>(y, fu, a, false);
         }
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float4 f = ptx::ld_shared_v4_f32(factors + offsetof(Factors, gamma) + 64 * j);
+        for (int j = 0; j < D / 16; j++) {
+            const float4 f = ptx::ld_shared_v4_f32(factors + offsetof(Factors<D>, gamma) + 64 * j);
             float *to = &s[8 * j];
             to[0] *= f.x, to[1] *= f.y, to[2] *= f.x, to[3] *= f.y, to[4] *= f.z, to[5] *= f.w, to[6] *= f.z, to[7] *= f.w;
         }
@@ -160,13 +161,13 @@ struct StateLoop {
         const auto load_scale = [&] {
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                scale[j] = ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors, scale_q) + 32 * j);
+                scale[j] = ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors<D>, scale_q) + 32 * j);
         };
         if constexpr (kOutputs && !kPrecise) load_scale();
         ptx::wgmma_wait_group<kOutputs && !kPrecise ? 1 : 0>();
         ptx::register_fence(grown);
 #pragma unroll
-        for (int i = 0; i < 64; i++) s[i] = fmaf(grown[i], down[i / 2 % 2], s[i]);
+        for (int i = 0; i < D / 2; i++) s[i] = fmaf(grown[i], down[i / 2 % 2], s[i]);
         if constexpr (!kOutputs) return;
         if constexpr (kPrecise) {
             load_scale();
@@ -258,6 +259,8 @@ struct StateLoop {
 #pragma unroll
         for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(lane_to + i * 512, packed[i]);
         __syncwarp();
+        const int lane = opaque_lane();
+        const uint32_t lane_from = unit_of(threadIdx.x / 32, lane / 2, lane % 2);
 #pragma unroll
         for (int i = 0; i < 2; i++) o[i] = ptx::ld_shared_v4_u32(lane_from + i * 512);
     }
@@ -270,68 +273,75 @@ struct StateLoop {
         }
     }
 
-    __device__ __forceinline__ void give_back(const RingState<kStages> &used) {
+    __device__ __forceinline__ void give_back(const RingState<kStages<D>> &used) {
         warp_arrive(smem.ring().empty(used.stage), threadIdx.x % 32);
     }
 };
 
-// Rows 0 .. rows - 1 of o from `token` on, all 128 columns, are zero; by all threads of the state warpgroups.
+// Rows 0 .. rows - 1 of o from `token` on, all columns, are zero; by all threads of the state warpgroups.
+template <int D>
 __device__ __forceinline__ void clear_output(const DeltaParams &p, int batch, int head, int token, int rows, int threads) {
+    constexpr int kUnits = D / 8;
     const int thread = threadIdx.x % threads;
-    uint16_t *g_o = reinterpret_cast<uint16_t *>(p.o.data) + batch * p.o.stride[0] + head * p.o.stride[2] + 8 * (thread % 16);
-    for (int row = thread / 16; row < rows; row += threads / 16)
+    uint16_t *g_o =
+        reinterpret_cast<uint16_t *>(p.o.data) + batch * p.o.stride[0] + head * p.o.stride[2] + 8 * (thread % kUnits);
+    for (int row = thread / kUnits; row < rows; row += threads / kUnits)
         *reinterpret_cast<uint4 *>(g_o + (token + row) * p.o.stride[1]) = make_uint4(0, 0, 0, 0);
 }
 
 // States of the workspace as a tensor [..][HV][K][V], V-first.
+template <int D>
 __device__ __forceinline__ Tensor workspace_states(const KernelParams &params, float *g_first, int64_t each) {
     Tensor t;
     t.data = reinterpret_cast<char *>(g_first);
     t.dtype = DType::F32;
-    t.stride[0] = params.p.HV * each, t.stride[1] = each, t.stride[2] = 1, t.stride[3] = kD;
+    t.stride[0] = params.p.HV * each, t.stride[1] = each, t.stride[2] = 1, t.stride[3] = D;
     return t;
 }
 // The states between slabs, by sequence.
+template <int D>
 __device__ __forceinline__ Tensor carried(const KernelParams &params) {
-    return workspace_states(params, params.g_carry, kD * kD);
+    return workspace_states<D>(params, params.g_carry, D * D);
 }
 // By place in the workspace, which = 0: the states before the segments, 1: their M.
+template <int D>
 __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int which) {
-    return workspace_states(params, params.g_segments + which * (kD * kD), 2 * kD * kD);
+    return workspace_states<D>(params, params.g_segments + which * (D * D), 2 * D * D);
 }
 
 // The state that an item begins with: v, k as in load_state.
-__device__ __forceinline__ void begin(float (&s)[64], const KernelParams &params, const Item &item, const ItemRange &range,
+template <int D>
+__device__ __forceinline__ void begin(float (&s)[D / 2], const KernelParams &params, const Item &item, const ItemRange &range,
                                       bool outputs, int v, int k) {
     if (item.segments > 1 && outputs) {  // of segment 0 too: the last one's may be written where state_in is
-        load_state(s, segment_states(params, 0), item.slot + item.segment, item.head, v, k);
+        load_state(s, segment_states<D>(params, 0), item.slot + item.segment, item.head, v, k);
     } else if (item.segment == 0 && range.continues) {
-        load_state(s, carried(params), item.sequence, item.head, v, k);
+        load_state(s, carried<D>(params), item.sequence, item.head, v, k);
     } else if (item.segment == 0 && params.p.state_in) {
         load_state(s, params.p.state_in, item.read_row, item.head, v, k);
     } else {
 #pragma unroll
-        for (int i = 0; i < 64; i++)
+        for (int i = 0; i < D / 2; i++)
             s[i] = !outputs && item.from_identity && v + i / 2 % 2 * 8 == k + i / 4 * 8 + i % 2 ? 1.0f : 0.0f;
     }
 }
 
-template <class T, int kGroups, bool kOutputs>
-__device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGroups> &smem, int group) {
+template <class T, int D, int kGroups, bool kOutputs>
+__device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kGroups> &smem, int group) {
     const DeltaParams &p = params.p;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    StateLoop<T, kGroups, kOutputs> loop(p, smem);
-    float s[64];
+    StateLoop<T, D, kGroups, kOutputs> loop(p, smem);
+    float s[D / 2];
     if (kOutputs && params.cut != 0) ptx::griddepcontrol_wait();  // the joined states
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
         __syncwarp();
-        item = smem.plan.find(params, kD / 64 / kGroups, kOutputs, round);
+        item = smem.plan.find(params, D / 64 / kGroups, kOutputs, round);
         __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) {
             if (kOutputs && params.first_chunk == 0 && item.piece == 0)
-                clear_output(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
+                clear_output<D>(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
             continue;
         }
         const ItemRange range(params, item);
@@ -340,8 +350,8 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         // The lane's place in a state, found again where it is used.
         const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
         const auto k = [&] { return 2 * (opaque_lane() % 4); };
-        begin(s, params, item, range, kOutputs, v(), k());
-        if (!kOutputs && item.segment == 0) store_state(s, segment_states(params, 0), item.slot, item.head, v(), k());
+        begin<D>(s, params, item, range, kOutputs, v(), k());
+        if (!kOutputs && item.segment == 0) store_state(s, segment_states<D>(params, 0), item.slot, item.head, v(), k());
         if constexpr (kOutputs) loop.outputs_to(item, range.first);
         const int length = item.length;
         for (int c = range.first; c < range.end; c++) {
@@ -354,12 +364,12 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
         }
         if constexpr (!kOutputs) {  // N goes where the state after it will be
             const bool m = item.from_identity;
-            store_state(s, segment_states(params, m), item.slot + item.segment + !m, item.head, v(), k());
+            store_state(s, segment_states<D>(params, m), item.slot + item.segment + !m, item.head, v(), k());
         } else {
             loop.flush();
-            if (!range.last) continue;
+            if (!item.last()) continue;
             if (range.end < chunks_of(item.length)) {
-                store_state(s, carried(params), item.sequence, item.head, v(), k());
+                store_state(s, carried<D>(params), item.sequence, item.head, v(), k());
             } else if (p.state_out) {
                 const int to = pool_row(p.write_indices, item.sequence, p.F);
                 if (to >= 0) store_state(s, p.state_out, to, item.head, v(), k());
@@ -369,7 +379,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<kGrou
     if (!kOutputs || !p.zero_tail || !p.cu_seqlens || params.first_chunk != 0) return;
     const int end = sequence_start(p, static_cast<int>(p.N));
     for (int head = blockIdx.x; head < static_cast<int>(p.HV); head += gridDim.x)
-        clear_output(p, 0, head, end, static_cast<int>(p.T) - end, 128 * kGroups);
+        clear_output<D>(p, 0, head, end, static_cast<int>(p.T) - end, 128 * kGroups);
 }
 
 }  // namespace linattn::cuda::kda

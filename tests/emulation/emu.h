@@ -352,6 +352,10 @@ inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint3
 inline void cp_async_bulk_tensor_4d_store(const CUtensorMap *m, uint32_t s, int c0, int c1, int c2, int c3) {
     stores[cur].push_back([=] { tensor(s, m, {c0, c1, c2, c3}, true); });
 }
+inline void cp_async_bulk_store(void *d, uint32_t s, uint32_t n) {
+    if (n % 16 || s % 16 || (uintptr_t)d % 16) abort();
+    stores[cur].push_back([=] { memcpy(d, at(s), n); });
+}
 inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b) {
     if (n % 16 || d % 16 || (uintptr_t)s % 16) abort();
     memset(at(d), 0xff, n);

@@ -6,7 +6,8 @@
 #include "kda/kda_fwd.cuh"
 using namespace linattn;
 using namespace linattn::cuda;
-constexpr int D = 128;
+constexpr int kMost = 128;
+int D;  // K = V of the case
 std::mt19937 rng(1);
 float rnd() { return std::normal_distribution<float>()(rng); }
 float uni() { return std::uniform_real_distribution<float>()(rng); }
@@ -58,9 +59,11 @@ struct Case {
     bool padding = false, known = false;  // known: misses the target, see docs/kda.md
     float g = 1, length = 1;              // g <= 0: of all gates; of keys
     bool in_place = false;                // final states where the initial ones are
+    int D = 128;
 };
 int bad = 0;
 void run(const Case &c) {
+    D = c.D;
     const int HV = c.HV, H = c.H, N = c.dense ? c.dense : (int)c.lens.size(), B = c.dense ? c.dense : 1;
     int T = c.dense ? 0 : 5;
     for (int l : c.lens) T += l;
@@ -71,12 +74,12 @@ void run(const Case &c) {
     Array q(BT * H * D, c.type), k(BT * H * D, c.type), v(BT * HV * D, c.type), o(BT * HV * D, c.type), g(BT * HV * D, c.gtype),
         beta(BT * HV, DType::F32), h0((size_t)N * HV * D * D, DType::F32), hf(h0.size(), DType::F32), A(HV, DType::F32),
         bias(HV * D, DType::F32);
-    float base[D];
-    for (float &x : base) x = rnd();
+    float base[kMost];
+    for (int d = 0; d < D; d++) base[d] = rnd();
     auto fill = [&](Array &x, int heads, bool unit, Keys keys) {
         for (int64_t t = 0; t < BT; t++)
             for (int h = 0; h < heads; h++) {
-                float r[D], s = 0;
+                float r[kMost], s = 0;
                 for (int d = 0; d < D; d++) {
                     const float e = rnd();
                     r[d] = keys == One ? base[d] : keys == Near ? base[d] + 0.1f * e : keys == Correlated ? e + 3 : e;
@@ -170,7 +173,7 @@ void run(const Case &c) {
             };
             for (int t = 0; t < len; t++) {
                 const int64_t at = bos + t;
-                double kk[D], qq[D], u[D] = {}, sk = 0, sq = 0, oo[D] = {};
+                double kk[kMost], qq[kMost], u[kMost] = {}, sk = 0, sq = 0, oo[kMost] = {};
                 for (int d = 0; d < D; d++) {
                     kk[d] = k[(at * H + h * H / HV) * D + d], qq[d] = q[(at * H + h * H / HV) * D + d];
                     sk += kk[d] * kk[d], sq += qq[d] * qq[d];
@@ -306,6 +309,13 @@ int main(int argc, char **argv) {
     Case large = {"keys of length 100, beta 1e-4", {200}};
     large.beta = 1e-4f, large.length = 100, large.gs = .01f, large.known = true;
     cases.push_back(large);
+    for (const char *name : {"plain", "tails", "l2norm, vfirst", "few CTAs", "fp16", "resets", "steep", "bounded", "gva",
+                             "dense", "checkpoints", "padding", "near keys", "one key fp16", "cut", "cut, packed"})
+        for (size_t i = 0, count = cases.size(); i < count; i++)
+            if (cases[i].name == name) {
+                cases.push_back(cases[i]);
+                cases.back().name += " D 64", cases.back().D = 64;
+            }
     for (auto &c : cases)
         if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c);
     printf("BAD %d\n", bad);
