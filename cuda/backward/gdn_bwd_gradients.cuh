@@ -72,6 +72,25 @@ struct GradientsParts {
         load_rows<Rows>(s_do, call.p().d_o, c, c.head, 0, thread, kHelpers);
         ptx::cp_async_mbarrier_arrive_noinc(barrier(kTilesOfTokens));
     }
+    // Asks for the tiles of a head early, to L2: shared memory has no room for two.
+    __device__ __forceinline__ void prefetch(const Chunk &c) const {
+        const int64_t at = call.of_value(c.index, c.head);
+        const int thread = threadIdx.x % kHelpers;
+        const auto ask = [](const void *from, int bytes) { ptx::cp_async_bulk_prefetch(from, static_cast<uint32_t>(bytes)); };
+        if (thread < c.length) {
+            const Tensor &t = call.p().d_o;
+            ask(reinterpret_cast<const uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token + thread, c.head), 2 * D);
+        }
+        if (thread != kHelpers - 1) return;
+        ask(tile_of<Rows>(call.e, at), Rows::kBytes);
+        ask(tile_of<Rows>(call.dr, at), Rows::kBytes);
+        ask(call.state<C>(call.exact.w.states, at), State::kBytes);
+        ask(call.state<C>(call.exact.w.grads, at), State::kBytes);
+        const int64_t key = call.of_key(c.index, c.key_head);
+        if (c.head % (call.p().HV / call.p().H) != 0) return;
+        ask(tile_of<Rows>(call.q, key), Rows::kBytes);
+        ask(tile_of<Rows>(call.k, key), Rows::kBytes);
+    }
     static __device__ __forceinline__ void multipliers() { ptx::bar_sync(kMultipliers, kMultiply); }
     static __device__ __forceinline__ void helpers() { ptx::bar_sync(kHelpersOnly, kHelpers); }
 
@@ -223,12 +242,16 @@ struct GradientsParts {
     };
 
     __device__ __forceinline__ void help() const {
-        Cursor cursor(call);
+        Cursor cursor(call);  // of the head after this one
         bool more = cursor.advance();
-        if (more) fetch(cursor.c, 0);
+        Chunk next = cursor.c;
+        if (more) fetch(next, 0);
         uint32_t phase = 0;
         for (int place = 0; more; place ^= 1, phase ^= 1) {
-            const Chunk c = cursor.c;
+            const Chunk c = next;
+            more = cursor.advance();
+            next = cursor.c;
+            if (more) prefetch(next);
             const Factors &f = smem.f[place];
             ptx::mbarrier_wait_parity(barrier(kTilesOfTokens), phase);
             diagonals();
@@ -238,8 +261,7 @@ struct GradientsParts {
             state_product();
             ptx::fence_proxy_async_shared_cta();
             ptx::barrier_sync(kTilesRead, kThreads);
-            more = cursor.advance();
-            if (more) fetch(cursor.c, place ^ 1);
+            if (more) fetch(next, place ^ 1);
             gates(c, f);
             if (more) ptx::bar_arrive(kSumsRead, kThreads);
         }

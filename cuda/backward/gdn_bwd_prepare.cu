@@ -337,24 +337,6 @@ struct Prepare {
                 sum[n][2 * half] = v.x, sum[n][2 * half + 1] = v.y;
             }
         }
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            if (s > warp) continue;
-            uint32_t high[4], low[4];
-            scaled_rows<kPitch>(high, low, smem.p, 16 * warp, 16 * s, 16 * s);
-#pragma unroll
-            for (int m = 0; m <= s; m++) {
-                uint32_t b_high[4], b_low[4];
-                ptx::ldmatrix_x4_trans(b_high, s_high() + Square::block16_offset(16 * s, 16 * m, lane));
-                ptx::ldmatrix_x4_trans(b_low, s_low() + Square::block16_offset(16 * s, 16 * m, lane));
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    ptx::mma_m16n8k16<T>(sum[2 * m + n], low, b_high[2 * n], b_high[2 * n + 1]);
-                    ptx::mma_m16n8k16<T>(sum[2 * m + n], high, b_low[2 * n], b_low[2 * n + 1]);
-                    ptx::mma_m16n8k16<T>(sum[2 * m + n], high, b_high[2 * n], b_high[2 * n + 1]);
-                }
-            }
-        }
         const float scale = static_cast<float>(call.p().scale);
         bool large = false;
 #pragma unroll

@@ -2,16 +2,16 @@
 // by side, since neither needs the other. Per chunk, with tokens in rows, factors of rows (beta, fade, write, ...), and solve = -X
 // and pairs from gdn_bwd_prepare.cu:
 //
-//   forward   r = v + fade k S;    e = r + solve (beta r);                      S = 2^G_last S + k^T (write e)
-//   reverse   y = left k D;        dr = pairs^T do + y + solve^T (beta y);      D = 2^G_last D + q^T (query do) + k^T (erase dr)
+//   forward   r = v + fade k S;               e = r + solve (beta r);       S = 2^G_last S + k^T (write e)
+//   reverse   z = pairs^T do + left k D;      dr = z + solve^T (beta z);    D = 2^G_last D + q^T (query do) + k^T (erase dr)
 //
 // One CTA per sequence, value head, 64 columns of V and direction; the two halves of V are a cluster, whose CTAs each load half of
 // what both need. A warpgroup holds the transposed state, V x K, in fp32 accumulators; packed to 16 bits it is the left operand of
-// the product that needs it, and what goes to memory. Transposed, r, e, y and dr come out as the left operands of what follows, so
+// the product that needs it, and what goes to memory. Transposed, r, e, z and dr come out as the left operands of what follows, so
 // nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
 //
 // Roles: warps 0 to 3 compute; warp 4 loads: tiles by bulk copies, v or do row by row, three stages.
-// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
+// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
 // y 32, do 32.
 #include "common/launch.h"
 #include "common/states.cuh"
@@ -32,7 +32,8 @@ struct alignas(1024) ScanStage {
 template <class C>
 struct alignas(1024) ScanSmem {
     ScanStage<C> stage[kStages];
-    char state[C::HalfState::kBytes], x[C::Half::kBytes];  // on their way out: the state; e or dr
+    // On their way out, in turn, so that a chunk need not wait until the one before has left: the state; e or dr.
+    char state[2][C::HalfState::kBytes], x[2][C::Half::kBytes];
     alignas(8) char ring[Ring<kStages>::kBytes];
 };
 
@@ -122,9 +123,9 @@ struct Scan {
             ptx::ldmatrix_x4_trans(a[s], tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8));
     }
     // e or dr to its place on the way out, tokens in rows.
-    __device__ __forceinline__ void stage_rows(const float (&x)[32]) const {
+    __device__ __forceinline__ void stage_rows(const float (&x)[32], int place) const {
         const int lane = opaque_lane(), warp = threadIdx.x / 32;
-        const uint32_t tile = ptx::shared_address(smem.x);
+        const uint32_t tile = ptx::shared_address(smem.x[place]);
 #pragma unroll
         for (int s = 0; s < 4; s++) {
             uint32_t a[4];
@@ -133,29 +134,30 @@ struct Scan {
             ptx::stmatrix_x4_trans(tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8), a);
         }
     }
-    __device__ __forceinline__ void stage_state(const uint32_t (&a)[kSteps][4]) const {
+    __device__ __forceinline__ void stage_state(const uint32_t (&a)[kSteps][4], int place) const {
         const int lane = opaque_lane(), warp = threadIdx.x / 32;
+        const uint32_t tile = ptx::shared_address(smem.state[place]);
 #pragma unroll
         for (int s = 0; s < kSteps; s++)
-            ptx::stmatrix_x4(ptx::shared_address(smem.state) + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
+            ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
     }
     // By one thread, when all have staged theirs.
-    __device__ __forceinline__ void store(int64_t own) const {
+    __device__ __forceinline__ void store(int64_t own, int place) const {
         const int half = job.item.v_cta / 64;
         char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
 #pragma unroll
         for (int panel = 0; panel < D / 64; panel++)
             ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
-                                     ptx::shared_address(smem.state) + panel * C::Half::kBytes, C::Half::kBytes);
+                                     ptx::shared_address(smem.state[place]) + panel * C::Half::kBytes, C::Half::kBytes);
         ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
-                                 ptx::shared_address(smem.x), C::Half::kBytes);
+                                 ptx::shared_address(smem.x[place]), C::Half::kBytes);
         ptx::cp_async_bulk_commit_group();
     }
 
     static __device__ __forceinline__ void together() { ptx::bar_sync(1, 128); }
-    // What the chunk before gave out has left shared memory.
+    // What the chunk before the last gave out has left shared memory.
     static __device__ __forceinline__ void when_sent() {
-        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<0>();
+        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<1>();
         together();
     }
     // To the loaders of all CTAs whose copies land in this stage.
@@ -168,7 +170,7 @@ struct Scan {
     }
 
     // S, before the chunk, becomes S after it; true on overflow.
-    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int64_t own) const {
+    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int64_t own, int place) const {
         float e[32];
         uint32_t state[kSteps][4], a[4][4];
         pack<T>(state, S);
@@ -176,7 +178,7 @@ struct Scan {
         issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
         load_transposed(a, ptx::shared_address(stage.x));
         when_sent();
-        stage_state(state);
+        stage_state(state, place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(state);
 #pragma unroll
@@ -202,17 +204,17 @@ struct Scan {
         pack_scaled(a, e, stage.f.write);
         register_fence(a), ptx::register_fence(S);
         issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
-        stage_rows(e);
+        stage_rows(e, place);
         ptx::fence_proxy_async_shared_cta();
         together();
-        if (threadIdx.x == 0) store(own);
+        if (threadIdx.x == 0) store(own, place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(S), register_fence(a);
         return bad || overflows<T>(a);
     }
 
     // D, after the chunk, becomes D before it.
-    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int64_t own) const {
+    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int64_t own, int place) const {
         float dr[32], y[32];
         uint32_t state[kSteps][4], a[4][4], d_o[4][4];
         pack<T>(state, grad);
@@ -235,7 +237,7 @@ struct Scan {
         register_fence(a), ptx::register_fence(grad);
         issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
         when_sent();
-        stage_state(state);
+        stage_state(state, place);
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
         bool bad = overflows<T>(state) || overflows<T>(a);
@@ -244,11 +246,11 @@ struct Scan {
             const float2 f = factor(stage.f.left, j);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                y[4 * j + 2 * half] *= f.x, y[4 * j + 2 * half + 1] *= f.y;
-                dr[4 * j + 2 * half] += y[4 * j + 2 * half], dr[4 * j + 2 * half + 1] += y[4 * j + 2 * half + 1];
+                dr[4 * j + 2 * half] = fmaf(f.x, y[4 * j + 2 * half], dr[4 * j + 2 * half]);
+                dr[4 * j + 2 * half + 1] = fmaf(f.y, y[4 * j + 2 * half + 1], dr[4 * j + 2 * half + 1]);
             }
         }
-        pack_scaled(d_o, y, stage.f.beta);
+        pack_scaled(d_o, dr, stage.f.beta);
         bad = bad || overflows<T>(d_o);
         register_fence(d_o), ptx::register_fence(dr);
         issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
@@ -257,10 +259,10 @@ struct Scan {
         pack_scaled(a, dr, stage.f.erase);
         register_fence(a);
         issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
-        stage_rows(dr);
+        stage_rows(dr, place);
         ptx::fence_proxy_async_shared_cta();
         together();
-        if (threadIdx.x == 0) store(own);
+        if (threadIdx.x == 0) store(own, place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(grad), register_fence(a);
         return bad || overflows<T>(a);
@@ -282,7 +284,7 @@ struct Scan {
             ring.wait_full(at);
             const ScanStage<C> &stage = smem.stage[at.stage];
             const int64_t own = value(step);
-            const bool overflow = kReverse ? reverse(S, stage, own) : forward(S, stage, own);
+            const bool overflow = kReverse ? reverse(S, stage, own, step % 2) : forward(S, stage, own, step % 2);
             bad = bad || overflow;
             give_back(at.stage);
             at.advance();
