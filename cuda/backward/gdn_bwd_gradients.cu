@@ -21,21 +21,6 @@
 
 namespace linattn::cuda::gdn_bwd {
 
-template <class T, ptx::Major kA, class TileA, ptx::Major kB, class TileB, int kSteps, int kCount>
-__device__ __forceinline__ void issue_ss(float (&d)[kCount], uint32_t a, uint32_t b, bool accumulate) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-        const uint32_t of_a = (kA == ptx::Major::K ? TileA::offset(0, 16 * s) : TileA::offset(16 * s, 0)) >> 4;
-        const uint32_t of_b = (kB == ptx::Major::K ? TileB::offset(0, 16 * s) : TileB::offset(16 * s, 0)) >> 4;
-        ptx::wgmma_ss<T, kA, kB>(
-            d, ptx::wgmma_descriptor(a + of_a, kA == ptx::Major::K ? TileA::k_major_high() : TileA::mn_major_high()),
-            ptx::wgmma_descriptor(b + of_b, kB == ptx::Major::K ? TileB::k_major_high() : TileB::mn_major_high()),
-            s > 0 || accumulate);
-    }
-    ptx::wgmma_commit_group();
-}
-
 template <class C>
 struct Gradients : GradientsParts<C> {
     using Parts = GradientsParts<C>;

@@ -51,6 +51,10 @@ struct GradientsParts {
         const uint32_t bar = barrier(kTilesOfKey);
         const int64_t at = call.of_key(c.index, c.key_head);
         ptx::mbarrier_arrive_expect_tx(bar, 2 * Rows::kBytes);
+        if (call.as_given(c)) {
+            load_given<Rows>(s_q, call.map_q, c, bar), load_given<Rows>(s_k, call.map_k, c, bar);
+            return;
+        }
         copy(s_q, tile_of<Rows>(call.q, at), Rows::kBytes, bar);
         copy(s_k, tile_of<Rows>(call.k, at), Rows::kBytes, bar);
     }
@@ -77,19 +81,19 @@ struct GradientsParts {
         const int64_t at = call.of_value(c.index, c.head);
         const int thread = threadIdx.x % kHelpers;
         const auto ask = [](const void *from, int bytes) { ptx::cp_async_bulk_prefetch(from, static_cast<uint32_t>(bytes)); };
+        const auto ask_row = [&](const Tensor &t, int64_t head) {
+            ask(reinterpret_cast<const uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token + thread, head), 2 * D);
+        };
         if (thread < c.length) {
-            const Tensor &t = call.p().d_o;
-            ask(reinterpret_cast<const uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token + thread, c.head), 2 * D);
+            ask_row(call.p().d_o, c.head);
+            if (c.head % (call.p().HV / call.p().H) == 0 && call.as_given(c))
+                ask_row(call.p().q, c.key_head), ask_row(call.p().k, c.key_head);
         }
         if (thread != kHelpers - 1) return;
         ask(tile_of<Rows>(call.e, at), Rows::kBytes);
         ask(tile_of<Rows>(call.dr, at), Rows::kBytes);
         ask(call.state<C>(call.exact.w.states, at), State::kBytes);
         ask(call.state<C>(call.exact.w.grads, at), State::kBytes);
-        const int64_t key = call.of_key(c.index, c.key_head);
-        if (c.head % (call.p().HV / call.p().H) != 0) return;
-        ask(tile_of<Rows>(call.q, key), Rows::kBytes);
-        ask(tile_of<Rows>(call.k, key), Rows::kBytes);
     }
     static __device__ __forceinline__ void multipliers() { ptx::bar_sync(kMultipliers, kMultiply); }
     static __device__ __forceinline__ void helpers() { ptx::bar_sync(kHelpersOnly, kHelpers); }

@@ -72,6 +72,9 @@ struct Scan {
         for (int step = 0; step < job.chunks; step++, at.advance()) {
             ScanStage<C> &stage = smem.stage[at.stage];
             const uint32_t full = ring.full(at.stage);
+            Chunk c;
+            c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC, c.key_head = key_head;
+            c.length = min(kC, job.item.length - chunk_at(step) * kC);
             ring.wait_empty(at);
             if (lane == 0) {
                 const int64_t own = value(step), key = call.of_key(job.first_chunk + chunk_at(step), key_head);
@@ -83,19 +86,24 @@ struct Scan {
                         ptx::cp_async_bulk_load_multicast(ptx::shared_address(to) + first, from + first, own_bytes, full,
                                                           static_cast<uint16_t>((1 << parts) - 1));
                 };
+                const auto copy_key = [&](char *to, const CUtensorMap &map, uint16_t *tiles) {
+                    if (!call.as_given(c)) return copy(to, tile_of<Rows>(tiles, key), Rows::kBytes);
+                    if (parts == 1) return load_given<Rows>(ptx::shared_address(to), map, c, full);
+                    ptx::cp_async_bulk_tensor_4d_load_multicast(
+                        ptx::shared_address(to) + part * Rows::kPanelStrideBytes, &map, full, 64 * part,
+                        static_cast<int32_t>(c.key_head), static_cast<int32_t>(c.token), static_cast<int32_t>(c.b),
+                        static_cast<uint16_t>((1 << parts) - 1));
+                };
                 const int tiles = job.reverse ? 2 : 1;
                 ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors));
-                copy(stage.k, tile_of<Rows>(call.k, key), Rows::kBytes);
+                copy_key(stage.k, call.map_k, call.k);
                 copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
                 if (job.reverse) {
-                    copy(stage.q, tile_of<Rows>(call.q, key), Rows::kBytes);
+                    copy_key(stage.q, call.map_q, call.q);
                     copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
                 }
             }
-            Chunk c;
-            c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC;
-            c.length = min(kC, job.item.length - chunk_at(step) * kC);
             load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
                             32);
             ptx::cp_async_mbarrier_arrive_noinc(full);

@@ -25,9 +25,13 @@ inline void mbarrier_arrive_cluster_release_cta(uint32_t) { abort(); }
 inline void barrier_cluster_arrive() { abort(); }
 inline void barrier_cluster_wait() { abort(); }
 inline void cp_async_bulk_load_multicast(uint32_t, const void *, uint32_t, uint32_t, uint16_t) { abort(); }
+inline void cp_async_bulk_tensor_4d_load_multicast(uint32_t, const CUtensorMap *, uint32_t, int, int, int, int, uint16_t) {
+    abort();
+}
 inline void cp_async_mbarrier_arrive_noinc(uint32_t b) { mbarrier_arrive(b); }
 }  // namespace linattn::ptx
 using std::min;
+#include "common/tensor_map.h"
 #include "backward/gdn_bwd.cu"
 #include "backward/gdn_bwd_gradients.cu"
 #include "backward/gdn_bwd_prepare.cu"
