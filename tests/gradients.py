@@ -23,6 +23,7 @@ HALF_PRODUCTS = 1e-2
 HALF_PRODUCTS_OF_TERMS = 5e-2
 SUMS = ("dq", "dk", "dg", "dbeta", "dA_log", "ddt_bias")
 LONG = 128  # tokens from which a sequence's numbers are many enough to be measured by themselves
+FEW_TOKENS = 16  # sequences up to which every path goes token by token, so that all of it is held to the target
 SMALLEST = 1.2e-38  # of fp32: what is below counts as zero
 # gradient -> the input it belongs to
 OF = {
@@ -120,7 +121,8 @@ def fault_of(case, inputs, name, got, want, dtype, path, **options):
     if error <= limit:
         return None
     expected_miss = False
-    if not cases.is_token_loop(path) and name in SUMS and np.isfinite(got).all():
+    few = max(case.lengths) <= FEW_TOKENS
+    if not cases.is_token_loop(path) and not few and name in SUMS and np.isfinite(got).all():
         if case.gates == "usual" and "gate" not in case.keywords and name in PER_TOKEN:
             for b, first, end in case.spans:
                 for j in range(want.shape[2] if end - first >= LONG else 0):

@@ -49,7 +49,7 @@ struct alignas(16) Factors {
 static_assert(sizeof(Factors) % 32 == 0, "half of it is a bulk copy");
 
 struct Call {
-    CUtensorMap map_q, map_k;  // the caller's arrays, where TMA takes them
+    CUtensorMap map_q, map_k, map_v, map_do;  // the caller's arrays, where TMA takes them
     BwdCall exact;             // arguments, and the workspace of the kernels in float
     // Tiles of each chunk and key head, of those chunks alone that TMA does not load; and of each chunk and value head.
     uint16_t *q, *k;
@@ -58,7 +58,7 @@ struct Call {
     uint16_t *e, *dr;  // e = v - P^T k; dr = du of delta_bwd.cu
     Factors *factors;
     int multiprocessors;
-    bool tma;  // map_q and map_k can be used
+    bool tma;  // it takes all four
 
     __device__ __forceinline__ const BwdParams &p() const { return exact.p; }
     __device__ __forceinline__ int64_t of_key(int64_t chunk, int64_t head) const { return chunk * exact.p.H + head; }
@@ -68,7 +68,7 @@ struct Call {
     __device__ __forceinline__ void flag(int64_t n, int64_t head) const {
         exact.w.flags[n * exact.p.HV + head] = 1, exact.w.flags[exact.p.N * exact.p.HV] = 1;
     }
-    // Are the chunk's q and k loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
+    // Are a chunk's q, k, v and do loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
     __device__ __forceinline__ bool as_given(const Chunk &c) const { return tma && c.length == kC; }
     // Of S before the chunk, or of D after it, in the first half of the slot of the kernels in float.
     template <class C>
@@ -82,13 +82,13 @@ __device__ __forceinline__ char *tile_of(uint16_t *tiles, int64_t index) {
     return reinterpret_cast<char *>(tiles) + index * Tile::kBytes;
 }
 
-// A tile of q or k as the caller has it, by one thread.
+// A tile of the caller's array, by one thread.
 template <class Tile>
-__device__ __forceinline__ void load_given(uint32_t to, const CUtensorMap &map, const Chunk &c, uint32_t barrier) {
+__device__ __forceinline__ void load_given(uint32_t to, const CUtensorMap &map, const Chunk &c, int64_t head, uint32_t barrier) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; panel++)
         ptx::cp_async_bulk_tensor_4d_load(to + panel * Tile::kPanelStrideBytes, &map, barrier, panel * Tile::kPanelCols,
-                                          static_cast<int32_t>(c.key_head), static_cast<int32_t>(c.token),
+                                          static_cast<int32_t>(head), static_cast<int32_t>(c.token),
                                           static_cast<int32_t>(c.b));
 }
 

@@ -24,31 +24,43 @@ namespace linattn::cuda::gdn_bwd {
 template <class C>
 struct Gradients : GradientsParts<C> {
     using Parts = GradientsParts<C>;
-    using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::barrier;
+    using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::key;
     using Parts::D, Parts::kMultiply, Parts::kThreads, Parts::kK, Parts::kMN, Parts::multipliers, Parts::fetch_key;
     using Parts::s_q, Parts::s_k, Parts::s_do, Parts::s_e, Parts::s_dr, Parts::s_state, Parts::s_grad, Parts::s_pairs,
         Parts::s_erase;
+    using Parts::tokens_ring, Parts::state_ring, Parts::grad_ring, Parts::sums_ring;
     using typename Parts::Rows, typename Parts::Square, typename Parts::State, typename Parts::T;
 
-    // P' (of_q) or M and its part of H, from do e^T or dr e^T and q k^T or k k^T.
+    using H = __nv_bfloat16;                         // its terms, whatever T is: H may leave the range of fp16
+    static constexpr uint32_t kOnes = 0x3f803f80u;  // two of H
+
+    // P' (of_q) or M from do e^T or dr e^T, and what its part of H, with q k^T or k k^T, gives to dg: sums over the warp's rows.
+    // Sums over columns before t are products with ones, of H in two terms; the ones are exact, so each sum is as good as its terms.
     __device__ __forceinline__ void scale_pairs(bool of_q, const float (&x)[32], const float (&similar)[32], const Factors &f,
-                                                float (*h)[kPitchH]) const {
+                                                float (*sums)[kC]) const {
         const uint32_t tile = of_q ? s_pairs : s_erase;
+        const int g = lane / 4;
+        // Ones where row 2q or 2q + 1 of a block is above column g.
+        const uint32_t above = (2 * q < g ? kOnes & 0xffffu : 0) | (2 * q + 1 < g ? kOnes & 0xffff0000u : 0);
+        float before[4] = {}, column[8][2];  // of all columns so far, for any t; sums for t = 8 n + 2 q, + 1
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = row + 8 * half;
-            const float own = of_q ? f.pair_q[i] : -f.pair_k[i], sum = f.log2[i];
+        for (int s = 0; s < 4; s++) {
+            if (s > warp) {
+                column[2 * s][0] = column[2 * s][1] = column[2 * s + 1][0] = column[2 * s + 1][1] = 0.0f;
+                continue;
+            }
+            uint32_t high[4], low[4];
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                if (n > 2 * warp + 1) continue;
-                const int j = 8 * n + 2 * q;
+            for (int part = 0; part < 4; part++) {
+                const int half = part % 2, n = 2 * s + part / 2, i = row + 8 * half, j = 8 * n + 2 * q;
+                const float own = of_q ? f.pair_q[i] : -f.pair_k[i], sum = f.log2[i];
                 const float2 log2 = *reinterpret_cast<const float2 *>(&f.log2[j]),
                              other = *reinterpret_cast<const float2 *>(&f.pair_k[j]);
                 float y[2];
                 y[0] = own * other.x * ptx::ex2_approx_ftz(fminf(sum - log2.x, 0.0f)) * x[4 * n + 2 * half];
                 y[1] = own * other.y * ptx::ex2_approx_ftz(fminf(sum - log2.y, 0.0f)) * x[4 * n + 2 * half + 1];
                 float2 product = make_float2(y[0] * similar[4 * n + 2 * half], y[1] * similar[4 * n + 2 * half + 1]);
-                if (n >= 2 * warp) {  // at the diagonal
+                if (s == warp) {  // at the diagonal
                     if (j >= i) product.x = 0.0f;
                     if (j + 1 >= i) product.y = 0.0f;
                     if (j > i || (!of_q && j == i)) y[0] = 0.0f;
@@ -56,10 +68,36 @@ struct Gradients : GradientsParts<C> {
                 }
                 if constexpr (!ptx::kIsBf16<T>)
                     y[0] = fminf(fmaxf(y[0], -65504.0f), 65504.0f), y[1] = fminf(fmaxf(y[1], -65504.0f), 65504.0f);
-                *reinterpret_cast<float2 *>(&h[i][j]) = product;
+                split<H>(product.x, product.y, high[part], low[part]);
                 ptx::st_shared_u32(tile + Square::offset(i, j), ptx::cvt_rn_x2<T>(y[0], y[1]));
             }
+            float first[4], second[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) first[e] = second[e] = before[e];
+            ptx::mma_m16n8k16<H>(first, low, above, 0), ptx::mma_m16n8k16<H>(first, high, above, 0);
+            ptx::mma_m16n8k16<H>(second, low, kOnes, above), ptx::mma_m16n8k16<H>(second, high, kOnes, above);
+            ptx::mma_m16n8k16<H>(before, low, kOnes, kOnes), ptx::mma_m16n8k16<H>(before, high, kOnes, kOnes);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int t = 16 * s + 2 * q + e;  // and t + 8; rows i >= t alone have it
+                const bool diagonal = s == warp;
+                column[2 * s][e] = (!diagonal || row >= t ? first[e] : 0.0f) + (!diagonal || row + 8 >= t ? first[2 + e] : 0.0f);
+                column[2 * s + 1][e] =
+                    (!diagonal || row >= t + 8 ? second[e] : 0.0f) + (!diagonal || row + 8 >= t + 8 ? second[2 + e] : 0.0f);
+            }
         }
+        // Over the eight rows of a lane's column: each step leaves a lane half of the columns, the last those of n = g.
+#pragma unroll
+        for (int step = 4; step > 0; step /= 2)
+#pragma unroll
+            for (int n = 0; n < step; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const bool up = g & step;
+                    const float other = __shfl_xor_sync(~0u, up ? column[n][e] : column[n + step][e], 4 * step);
+                    column[n][e] = (up ? column[n + step][e] : column[n][e]) + other;
+                }
+        *reinterpret_cast<float2 *>(&sums[warp][2 * lane]) = make_float2(column[0][0], column[0][1]);
     }
 
     // sum += f x, rows; returns (adds to `dots`) the rows' dot products of f x with the tile's channels.
@@ -85,46 +123,52 @@ struct Gradients : GradientsParts<C> {
         }
     }
 
-    // One value head: adds to dq' and dk'. first: there was no head before whose sums may still be read.
-    __device__ __forceinline__ void value_head(const Factors &f, uint32_t phase, bool first, const float (&similar)[32],
+    // One value head: adds to dq' and dk'.
+    __device__ __forceinline__ void value_head(const RingState<2> &at, const RingState<1> &states, const float (&similar)[32],
                                                float (&dq)[32], float (&dk)[32]) const {
         float x[32], y[32], c_dots[2] = {}, after[2] = {};
-        ptx::mbarrier_wait_parity(barrier(kTilesOfTokens), phase);
-        ptx::fence_proxy_async_shared_cta();  // do came by ordinary copies
-        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do : s_dr, 0, 0),
-                                                Rows::k_major_low(s_e, 0, 0), false);
+        const int place = at.stage;
+        const Factors &f = smem.f[place];
+        typename GradientsSmem<C>::Sums &sums = smem.sums[place];
+        tokens_ring.wait_full(at);
+        ptx::fence_proxy_async_shared_cta();  // do may have come by ordinary copies
+        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
+                                                Rows::k_major_low(s_e(place), 0, 0), false);
         if (C::kHalves == 1)
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr, 0, 0), Rows::k_major_low(s_e, 0, 0), false);
-        if (!first)
-            ptx::bar_sync(kSumsRead, kThreads);
-        else
-            multipliers();
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), Rows::k_major_low(s_e(place), 0, 0),
+                                                    false);
+        multipliers();  // P' and M of the head before are read
+        sums_ring.wait_empty(at);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x), ptx::register_fence(y);
-        scale_pairs(group == 0, x, similar, f, smem.h[group]);
+        scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
         if (C::kHalves == 1) {
             float own[32];
             key_similarities(own);
-            scale_pairs(false, y, own, f, smem.h[1]);
+            scale_pairs(false, y, own, f, sums.pairs[1]);
         }
-        ptx::mbarrier_wait_parity(barrier(kTileOfState), phase);
+        state_ring.wait_full(states);
         const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do, 0, 0), state, false);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr, 0, 0), state, false);
-        ptx::mbarrier_wait_parity(barrier(kTileOfGrad), phase);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do(place), 0, 0), state, false);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), state, false);
+        grad_ring.wait_full(states);
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
         add_scaled(dq, x, f.query, s_q, c_dots);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(y), ptx::register_fence(x);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e, 0, 0), grad, false);
+        warp_arrive(state_ring.empty(0), lane);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e(place), 0, 0), grad, false);
         add_scaled(dk, y, f.erase, s_k, c_dots);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
+        warp_arrive(grad_ring.empty(0), lane);
         add_scaled(dk, x, f.write, s_k, after);
-        put_rows(smem.c[group], c_dots), put_rows(smem.after[group], after);
+        warp_arrive(tokens_ring.empty(place), lane);
+        put_rows(sums.c[group], c_dots), put_rows(sums.after[group], after);
+        warp_arrive(sums_ring.full(place), lane);
         ptx::fence_proxy_async_shared_cta();
-        ptx::barrier_sync(kTilesRead, kThreads);
+        multipliers();  // P' and M are written
         const uint32_t of_q = Rows::mn_major_low(s_q, 0, 64 * group), of_k = Rows::mn_major_low(s_k, 0, 64 * group);
         ptx::register_fence(dq), ptx::register_fence(dk);
         issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dq, Square::k_major_low(s_pairs, 0, 0), of_k, true);
@@ -202,9 +246,9 @@ struct Gradients : GradientsParts<C> {
     __device__ __forceinline__ void multiply() const {
         const BwdParams &p = call.p();
         const int group_size = static_cast<int>(p.HV / p.H);
-        uint32_t phase_of_key = 0, phase = 0;
-        int place = 0;
-        bool first = true;
+        uint32_t phase_of_key = 0;
+        RingState<2> at;
+        RingState<1> states;
 #pragma unroll 1
         for (int64_t i = blockIdx.x; i < call.chunks() * p.H; i += gridDim.x) {
             Chunk c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, i / p.H, 0);
@@ -218,7 +262,7 @@ struct Gradients : GradientsParts<C> {
             float similar[32], dq[32], dk[32];
 #pragma unroll
             for (int j = 0; j < 32; j++) dq[j] = dk[j] = 0.0f;
-            ptx::mbarrier_wait_parity(barrier(kTilesOfKey), phase_of_key);
+            ptx::mbarrier_wait_parity(key, phase_of_key);
             phase_of_key ^= 1;
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
                                                     Rows::k_major_low(s_k, 0, 0), false);
@@ -228,8 +272,8 @@ struct Gradients : GradientsParts<C> {
             for (int r = 0; r < group_size; r++) {
                 c.head = c.key_head * group_size + r;
                 if (call.flagged(c.n, c.head)) continue;
-                value_head(smem.f[place], phase, first, similar, dq, dk);
-                place ^= 1, phase ^= 1, first = false;
+                value_head(at, states, similar, dq, dk);
+                at.advance(), states.advance();
             }
             for (int r = 0; r < group_size; r++) {
                 c.head = c.key_head * group_size + r;
@@ -261,15 +305,8 @@ __global__ void __launch_bounds__(128 * C::kHalves + kHelpers, 1) gdn_bwd_gradie
     GradientsSmem<C> &smem = *reinterpret_cast<GradientsSmem<C> *>(smem_bytes);
     using G = Gradients<C>;
     const G own{{call, smem}};
-    if (threadIdx.x == 0) {
-        ptx::mbarrier_init(own.barrier(kTilesOfKey), 1);
-        ptx::mbarrier_init(own.barrier(kTilesOfTokens), 1 + kHelpers);
-        ptx::mbarrier_init(own.barrier(kTileOfState), 1);
-        ptx::mbarrier_init(own.barrier(kTileOfGrad), 1);
-        ptx::fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) own.init();
     for (int i = threadIdx.x; i < 2 * C::Square::kBytes / 4; i += G::kThreads) ptx::st_shared_u32(own.s_pairs + 4 * i, 0);
-    for (int i = threadIdx.x; i < 2 * kC * kPitchH; i += G::kThreads) smem.h[0][0][i] = 0.0f;
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
     if (own.group == C::kHalves) {

@@ -69,7 +69,7 @@ struct Prepare {
                 ptx::mbarrier_init(barrier, 1);
                 ptx::fence_mbarrier_init();
                 ptx::mbarrier_arrive_expect_tx(barrier, 2 * Rows::kBytes);
-                load_given<Rows>(s_k, call.map_k, c, barrier), load_given<Rows>(s_q, call.map_q, c, barrier);
+                load_given<Rows>(s_k, call.map_k, c, c.key_head, barrier), load_given<Rows>(s_q, call.map_q, c, c.key_head, barrier);
             }
         } else {
             load_rows<Rows>(s_k, call.p().k, c, c.key_head, 0, thread, kPrepareThreads);

@@ -88,14 +88,15 @@ struct Scan {
                 };
                 const auto copy_key = [&](char *to, const CUtensorMap &map, uint16_t *tiles) {
                     if (!call.as_given(c)) return copy(to, tile_of<Rows>(tiles, key), Rows::kBytes);
-                    if (parts == 1) return load_given<Rows>(ptx::shared_address(to), map, c, full);
+                    if (parts == 1) return load_given<Rows>(ptx::shared_address(to), map, c, key_head, full);
                     ptx::cp_async_bulk_tensor_4d_load_multicast(
                         ptx::shared_address(to) + part * Rows::kPanelStrideBytes, &map, full, 64 * part,
                         static_cast<int32_t>(c.key_head), static_cast<int32_t>(c.token), static_cast<int32_t>(c.b),
                         static_cast<uint16_t>((1 << parts) - 1));
                 };
                 const int tiles = job.reverse ? 2 : 1;
-                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors));
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) +
+                                                         (call.as_given(c) ? Half::kBytes : 0));
                 copy_key(stage.k, call.map_k, call.k);
                 copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
@@ -103,9 +104,14 @@ struct Scan {
                     copy_key(stage.q, call.map_q, call.q);
                     copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
                 }
+                if (call.as_given(c))
+                    ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v, full,
+                                                      job.item.v_cta, job.item.head, static_cast<int32_t>(c.token),
+                                                      static_cast<int32_t>(c.b));
             }
-            load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
-                            32);
+            if (!call.as_given(c))
+                load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
+                                32);
             ptx::cp_async_mbarrier_arrive_noinc(full);
         }
     }
