@@ -24,67 +24,71 @@ namespace linattn::cuda::gdn_bwd {
 template <class C>
 struct Gradients : GradientsParts<C> {
     using Parts = GradientsParts<C>;
-    using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::key;
-    using Parts::D, Parts::kMultiply, Parts::kThreads, Parts::kK, Parts::kMN, Parts::multipliers, Parts::fetch_key;
+    using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::heads;
+    using Parts::D, Parts::kMultiply, Parts::kThreads, Parts::kK, Parts::kMN, Parts::multipliers;
     using Parts::s_q, Parts::s_k, Parts::s_do, Parts::s_e, Parts::s_dr, Parts::s_state, Parts::s_grad, Parts::s_pairs,
         Parts::s_erase;
-    using Parts::tokens_ring, Parts::state_ring, Parts::grad_ring, Parts::sums_ring;
+    using Parts::key_ring, Parts::tokens_ring, Parts::state_ring, Parts::grad_ring, Parts::sums_ring;
     using typename Parts::Rows, typename Parts::Square, typename Parts::State, typename Parts::T;
 
-    using H = __nv_bfloat16;                         // its terms, whatever T is: H may leave the range of fp16
-    static constexpr uint32_t kOnes = 0x3f803f80u;  // two of H
-
     // P' (of_q) or M from do e^T or dr e^T, and what its part of H, with q k^T or k k^T, gives to dg: sums over the warp's rows.
-    // Sums over columns before t are products with ones, of H in two terms; the ones are exact, so each sum is as good as its terms.
+    // Sums over columns before t are products with ones, of H in tf32: the ones are exact, and each sum is as good as its terms.
     __device__ __forceinline__ void scale_pairs(bool of_q, const float (&x)[32], const float (&similar)[32], const Factors &f,
                                                 float (*sums)[kC]) const {
         const uint32_t tile = of_q ? s_pairs : s_erase;
         const int g = lane / 4;
-        // Ones where row 2q or 2q + 1 of a block is above column g.
-        const uint32_t above = (2 * q < g ? kOnes & 0xffffu : 0) | (2 * q + 1 < g ? kOnes & 0xffff0000u : 0);
+        constexpr uint32_t kOne = 0x3f800000u;
+        // Column 2q of a block of eight takes the place of q in the product, 2q + 1 that of q + 4. Is it before column g?
+        const uint32_t even = 2 * q < g ? kOne : 0, odd = 2 * q + 1 < g ? kOne : 0;
+        const float own[2] = {of_q ? f.pair_q[row] : -f.pair_k[row], of_q ? f.pair_q[row + 8] : -f.pair_k[row + 8]};
+        const float sum[2] = {f.log2[row], f.log2[row + 8]};
         float before[4] = {}, column[8][2];  // of all columns so far, for any t; sums for t = 8 n + 2 q, + 1
 #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            if (s > warp) {
-                column[2 * s][0] = column[2 * s][1] = column[2 * s + 1][0] = column[2 * s + 1][1] = 0.0f;
+        for (int n = 0; n < 8; n++) {
+            if (n > 2 * warp + 1) {
+                column[n][0] = column[n][1] = 0.0f;
                 continue;
             }
-            uint32_t high[4], low[4];
+            const int j = 8 * n + 2 * q;
+            const float2 log2 = *reinterpret_cast<const float2 *>(&f.log2[j]),
+                         other = *reinterpret_cast<const float2 *>(&f.pair_k[j]);
+            float y[2][2], h[2][2];
 #pragma unroll
-            for (int part = 0; part < 4; part++) {
-                const int half = part % 2, n = 2 * s + part / 2, i = row + 8 * half, j = 8 * n + 2 * q;
-                const float own = of_q ? f.pair_q[i] : -f.pair_k[i], sum = f.log2[i];
-                const float2 log2 = *reinterpret_cast<const float2 *>(&f.log2[j]),
-                             other = *reinterpret_cast<const float2 *>(&f.pair_k[j]);
-                float y[2];
-                y[0] = own * other.x * ptx::ex2_approx_ftz(fminf(sum - log2.x, 0.0f)) * x[4 * n + 2 * half];
-                y[1] = own * other.y * ptx::ex2_approx_ftz(fminf(sum - log2.y, 0.0f)) * x[4 * n + 2 * half + 1];
-                float2 product = make_float2(y[0] * similar[4 * n + 2 * half], y[1] * similar[4 * n + 2 * half + 1]);
-                if (s == warp) {  // at the diagonal
-                    if (j >= i) product.x = 0.0f;
-                    if (j + 1 >= i) product.y = 0.0f;
-                    if (j > i || (!of_q && j == i)) y[0] = 0.0f;
-                    if (j + 1 > i || (!of_q && j + 1 == i)) y[1] = 0.0f;
-                }
+            for (int half = 0; half < 2; half++) {
+                const float a = ptx::ex2_approx_ftz(fminf(sum[half] - log2.x, 0.0f)),
+                            b = ptx::ex2_approx_ftz(fminf(sum[half] - log2.y, 0.0f));
+                y[half][0] = own[half] * other.x * a * x[4 * n + 2 * half];
+                y[half][1] = own[half] * other.y * b * x[4 * n + 2 * half + 1];
+                h[half][0] = y[half][0] * similar[4 * n + 2 * half], h[half][1] = y[half][1] * similar[4 * n + 2 * half + 1];
+            }
+            if (n >= 2 * warp) {  // at the diagonal
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int apart = row + 8 * half - (j + e);
+                        if (apart <= 0) h[half][e] = 0.0f;
+                        if (apart < 0 || (!of_q && apart == 0)) y[half][e] = 0.0f;
+                    }
+            }
+            uint32_t terms[4];  // rounded to nearest, ties away
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
                 if constexpr (!ptx::kIsBf16<T>)
-                    y[0] = fminf(fmaxf(y[0], -65504.0f), 65504.0f), y[1] = fminf(fmaxf(y[1], -65504.0f), 65504.0f);
-                split<H>(product.x, product.y, high[part], low[part]);
-                ptx::st_shared_u32(tile + Square::offset(i, j), ptx::cvt_rn_x2<T>(y[0], y[1]));
-            }
-            float first[4], second[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) first[e] = second[e] = before[e];
-            ptx::mma_m16n8k16<H>(first, low, above, 0), ptx::mma_m16n8k16<H>(first, high, above, 0);
-            ptx::mma_m16n8k16<H>(second, low, kOnes, above), ptx::mma_m16n8k16<H>(second, high, kOnes, above);
-            ptx::mma_m16n8k16<H>(before, low, kOnes, kOnes), ptx::mma_m16n8k16<H>(before, high, kOnes, kOnes);
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int t = 16 * s + 2 * q + e;  // and t + 8; rows i >= t alone have it
-                const bool diagonal = s == warp;
-                column[2 * s][e] = (!diagonal || row >= t ? first[e] : 0.0f) + (!diagonal || row + 8 >= t ? first[2 + e] : 0.0f);
-                column[2 * s + 1][e] =
-                    (!diagonal || row >= t + 8 ? second[e] : 0.0f) + (!diagonal || row + 8 >= t + 8 ? second[2 + e] : 0.0f);
+                    for (int e = 0; e < 2; e++) y[half][e] = fminf(fmaxf(y[half][e], -65504.0f), 65504.0f);
+                ptx::st_shared_u32(tile + Square::offset(row + 8 * half, j), ptx::cvt_rn_x2<T>(y[half][0], y[half][1]));
+                terms[half] = __float_as_uint(h[half][0]) + 0x1000u, terms[2 + half] = __float_as_uint(h[half][1]) + 0x1000u;
             }
+            float here[4] = {before[0], before[1], before[2], before[3]};
+            ptx::mma_m16n8k8_tf32(here, terms, even, odd);
+            ptx::mma_m16n8k8_tf32(before, terms, kOne, kOne);
+            if (n >= 2 * warp) {  // t beyond row i has no part in it
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (j + e % 2 > row + e / 2 * 8) here[e] = 0.0f;
+            }
+            column[n][0] = here[0] + here[2], column[n][1] = here[1] + here[3];
         }
         // Over the eight rows of a lane's column: each step leaves a lane half of the columns, the last those of n = g.
 #pragma unroll
@@ -100,20 +104,27 @@ struct Gradients : GradientsParts<C> {
         *reinterpret_cast<float2 *>(&sums[warp][2 * lane]) = make_float2(column[0][0], column[0][1]);
     }
 
-    // sum += f x, rows; returns (adds to `dots`) the rows' dot products of f x with the tile's channels.
+    // f(element of the thread's fragments 16 x 16 n, that of a tile's rows and columns of the warpgroup) in pairs.
+    template <class F>
+    __device__ __forceinline__ void each_pair(uint32_t tile, F f) const {
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            uint32_t word[4];
+            ptx::ldmatrix_x4(word, tile + Rows::block16_offset(16 * warp, 64 * group + 16 * block, lane));
+#pragma unroll
+            for (int i = 0; i < 4; i++) f(8 * block + i / 2 * 4 + i % 2 * 2, i % 2, unpack(T{}, word[i]));
+        }
+    }
+    // sum += f x, rows; adds to `dots` the rows' dot products of f x with the tile's channels.
     __device__ __forceinline__ void add_scaled(float (&sum)[32], const float (&x)[32], const float *factor, uint32_t tile,
                                                float (&dots)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float f = factor[row + 8 * half];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float2 other = load_pair<T, Rows>(tile, row + 8 * half, 64 * group + 8 * n + 2 * q);
-                const float a = f * x[4 * n + 2 * half], b = f * x[4 * n + 2 * half + 1];
-                sum[4 * n + 2 * half] += a, sum[4 * n + 2 * half + 1] += b;
-                dots[half] = fmaf(a, other.x, fmaf(b, other.y, dots[half]));
-            }
-        }
+        const float f[2] = {factor[row], factor[row + 8]};
+        float own[2] = {};
+        each_pair(tile, [&](int i, int half, float2 other) {
+            sum[i] = fmaf(f[half], x[i], sum[i]), sum[i + 1] = fmaf(f[half], x[i + 1], sum[i + 1]);
+            own[half] = fmaf(x[i], other.x, fmaf(x[i + 1], other.y, own[half]));
+        });
+        dots[0] = fmaf(f[0], own[0], dots[0]), dots[1] = fmaf(f[1], own[1], dots[1]);
     }
     __device__ __forceinline__ void put_rows(float *to, const float (&x)[2]) const {
 #pragma unroll
@@ -124,13 +135,13 @@ struct Gradients : GradientsParts<C> {
     }
 
     // One value head: adds to dq' and dk'.
-    __device__ __forceinline__ void value_head(const RingState<2> &at, const RingState<1> &states, const float (&similar)[32],
-                                               float (&dq)[32], float (&dk)[32]) const {
+    __device__ __forceinline__ void value_head(const RingState<2> &at, const RingState<1> &states, const RingState<2> &sums_at,
+                                               const float (&similar)[32], float (&dq)[32],
+                                               float (&dk)[32]) const {
         float x[32], y[32], c_dots[2] = {}, after[2] = {};
         const int place = at.stage;
         const Factors &f = smem.f[place];
-        typename GradientsSmem<C>::Sums &sums = smem.sums[place];
-        tokens_ring.wait_full(at);
+        typename GradientsSmem<C>::Sums &sums = smem.sums[sums_at.stage];
         ptx::fence_proxy_async_shared_cta();  // do may have come by ordinary copies
         issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
                                                 Rows::k_major_low(s_e(place), 0, 0), false);
@@ -138,7 +149,7 @@ struct Gradients : GradientsParts<C> {
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), Rows::k_major_low(s_e(place), 0, 0),
                                                     false);
         multipliers();  // P' and M of the head before are read
-        sums_ring.wait_empty(at);
+        sums_ring.wait_empty(sums_at);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x), ptx::register_fence(y);
         scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
@@ -166,7 +177,7 @@ struct Gradients : GradientsParts<C> {
         add_scaled(dk, x, f.write, s_k, after);
         warp_arrive(tokens_ring.empty(place), lane);
         put_rows(sums.c[group], c_dots), put_rows(sums.after[group], after);
-        warp_arrive(sums_ring.full(place), lane);
+        warp_arrive(sums_ring.full(sums_at.stage), lane);
         ptx::fence_proxy_async_shared_cta();
         multipliers();  // P' and M are written
         const uint32_t of_q = Rows::mn_major_low(s_q, 0, 64 * group), of_k = Rows::mn_major_low(s_k, 0, 64 * group);
@@ -202,105 +213,95 @@ struct Gradients : GradientsParts<C> {
     // y . dx' of the warpgroup's channels.
     __device__ __forceinline__ void dots(const float (&x)[32], uint32_t tile, const float *norm, float *to) const {
         float sum[2] = {};
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float2 other = load_pair<T, Rows>(tile, row + 8 * half, 64 * group + 8 * n + 2 * q);
-                sum[half] = fmaf(x[4 * n + 2 * half], other.x, fmaf(x[4 * n + 2 * half + 1], other.y, sum[half]));
-            }
-            sum[half] *= norm[row + 8 * half];
-        }
+        each_pair(tile, [&](int i, int half, float2 other) {
+            sum[half] = fmaf(x[i], other.x, fmaf(x[i + 1], other.y, sum[half]));
+        });
+        sum[0] *= norm[row], sum[1] *= norm[row + 8];
         put_rows(to, sum);
     }
-    // dx = dx' - y (y . dx'), to where q or k was.
-    __device__ __forceinline__ void project(const float (&x)[32], uint32_t tile, const float *norm, const float (*along)[2][kC],
-                                            int which) const {
-        const bool l2norm = call.p().qk_l2norm;
+    // dx = dx' - y (y . dx'), by way of where q or k was: a warp's rows and a warpgroup's channels are read and written by it alone.
+    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32], uint32_t tile, const float *norm,
+                                         int which) const {
+        float dot[2] = {};
+        if (call.p().qk_l2norm)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int t = row + 8 * half;
-            float dot = 0.0f;
-            if (l2norm) dot = norm[t] * (along[0][which][t] + (C::kHalves > 1 ? along[1][which][t] : 0.0f));
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const int column = 64 * group + 8 * n + 2 * q;
-                const float2 raw = load_pair<T, Rows>(tile, t, column);
-                ptx::st_shared_u32(tile + Rows::offset(t, column),
-                                   ptx::cvt_rn_x2<T>(x[4 * n + 2 * half] - dot * raw.x, x[4 * n + 2 * half + 1] - dot * raw.y));
+            for (int half = 0; half < 2; half++) {
+                const int i = row + 8 * half;
+                dot[half] = -norm[i] * (smem.along[0][which][i] + (C::kHalves > 1 ? smem.along[1][which][i] : 0.0f));
             }
+        uint32_t out[16];
+        each_pair(tile, [&](int i, int half, float2 raw) {
+            out[i / 2] = ptx::cvt_rn_x2<T>(fmaf(dot[half], raw.x, x[i]), fmaf(dot[half], raw.y, x[i + 1]));
+        });
+        __syncwarp();
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            const uint32_t word[4] = {out[4 * block], out[4 * block + 1], out[4 * block + 2], out[4 * block + 3]};
+            ptx::stmatrix_x4(tile + Rows::block16_offset(16 * warp, 64 * group + 16 * block, lane), word);
         }
-    }
-    __device__ __forceinline__ void store_rows(const Chunk &c, const Tensor &t, uint32_t tile) const {
-        constexpr int kUnits = D / 8;
-        uint16_t *const to = reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < kC * kUnits; i += kMultiply) {
-            const int token = i / kUnits, unit = i % kUnits * 8;
-            if (token < c.length)
-                *reinterpret_cast<uint4 *>(to + token * t.stride[1] + unit) =
-                    ptx::ld_shared_v4_u32(tile + Rows::offset(token, unit));
+        __syncwarp();
+        uint16_t *const to =
+            reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head, 64 * group + lane % 8 * 8);
+#pragma unroll
+        for (int first = 0; first < 16; first += 4) {
+            const int token = 16 * warp + first + lane / 8;
+            const uint4 row8 = ptx::ld_shared_v4_u32(tile + Rows::offset(token, 64 * group + lane % 8 * 8));
+            if (token < c.length) *reinterpret_cast<uint4 *>(to + token * t.stride[1]) = row8;
         }
     }
 
     __device__ __forceinline__ void multiply() const {
         const BwdParams &p = call.p();
         const int group_size = static_cast<int>(p.HV / p.H);
-        uint32_t phase_of_key = 0;
-        RingState<2> at;
-        RingState<1> states;
+        RingState<2> at, sums;
+        RingState<1> states, keys;
 #pragma unroll 1
-        for (int64_t i = blockIdx.x; i < call.chunks() * p.H; i += gridDim.x) {
-            Chunk c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, i / p.H, 0);
-            c.key_head = i % p.H;
-            fetch_key(c);
-            const Factors *const norms = call.factors + call.of_value(c.index, c.key_head * group_size);
-            if (threadIdx.x < kC) {
-                smem.norm[0][threadIdx.x] = norms->norm_q[threadIdx.x];
-                smem.norm[1][threadIdx.x] = norms->norm_k[threadIdx.x];
-            }
+        for (int left = heads(); left > 0; left -= group_size) {
             float similar[32], dq[32], dk[32];
 #pragma unroll
             for (int j = 0; j < 32; j++) dq[j] = dk[j] = 0.0f;
-            ptx::mbarrier_wait_parity(key, phase_of_key);
-            phase_of_key ^= 1;
+            tokens_ring.wait_full(at);
+            if (threadIdx.x == 0) smem.chunk = smem.head[at.stage].chunk;
+            if (threadIdx.x < kC) {
+                smem.norm[0][threadIdx.x] = smem.f[at.stage].norm_q[threadIdx.x];
+                smem.norm[1][threadIdx.x] = smem.f[at.stage].norm_k[threadIdx.x];
+            }
+            key_ring.wait_full(keys);
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
                                                     Rows::k_major_low(s_k, 0, 0), false);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(similar);
 #pragma unroll 1
-            for (int r = 0; r < group_size; r++) {
-                c.head = c.key_head * group_size + r;
-                if (call.flagged(c.n, c.head)) continue;
-                value_head(at, states, similar, dq, dk);
-                at.advance(), states.advance();
+            for (int r = 0; r < group_size; r++, at.advance()) {
+                tokens_ring.wait_full(at);
+                if (smem.head[at.stage].flagged) {
+                    add_exact(smem.head[at.stage].chunk, dq, call.exact.w.dq, smem.f[at.stage].norm_q);
+                    add_exact(smem.head[at.stage].chunk, dk, call.exact.w.dk, smem.f[at.stage].norm_k);
+                    warp_arrive(tokens_ring.empty(at.stage), lane);
+                } else {
+                    value_head(at, states, sums, similar, dq, dk);
+                    states.advance(), sums.advance();
+                }
             }
-            for (int r = 0; r < group_size; r++) {
-                c.head = c.key_head * group_size + r;
-                if (!call.flagged(c.n, c.head)) continue;
-                multipliers();  // smem.norm
-                add_exact(c, dq, call.exact.w.dq, smem.norm[0]);
-                add_exact(c, dk, call.exact.w.dk, smem.norm[1]);
-            }
-            multipliers();  // smem.norm; q and k have been read
+            multipliers();  // norm and chunk are known; q and k have been read
+            const Chunk c = smem.chunk;
             if (p.qk_l2norm) {
                 dots(dq, s_q, smem.norm[0], smem.along[group][0]);
                 dots(dk, s_k, smem.norm[1], smem.along[group][1]);
                 multipliers();
             }
-            project(dq, s_q, smem.norm[0], smem.along, 0);
-            project(dk, s_k, smem.norm[1], smem.along, 1);
-            multipliers();
-            store_rows(c, p.dq, s_q);
-            store_rows(c, p.dk, s_k);
+            give(c, p.dq, dq, s_q, smem.norm[0], 0);
+            give(c, p.dk, dk, s_k, smem.norm[1], 1);
             ptx::fence_proxy_async_shared_cta();
-            multipliers();
+            warp_arrive(key_ring.empty(0), lane);
+            keys.advance();
+            multipliers();  // norm, chunk and along are read
         }
     }
 };
 
 template <class C>
-__global__ void __launch_bounds__(128 * C::kHalves + kHelpers, 1) gdn_bwd_gradients_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_kernel(const __grid_constant__ Call call) {
     extern __shared__ __align__(1024) char smem_bytes[];
     GradientsSmem<C> &smem = *reinterpret_cast<GradientsSmem<C> *>(smem_bytes);
     using G = Gradients<C>;
@@ -309,11 +310,14 @@ __global__ void __launch_bounds__(128 * C::kHalves + kHelpers, 1) gdn_bwd_gradie
     for (int i = threadIdx.x; i < 2 * C::Square::kBytes / 4; i += G::kThreads) ptx::st_shared_u32(own.s_pairs + 4 * i, 0);
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
-    if (own.group == C::kHalves) {
-        if constexpr (C::kHalves > 1) ptx::setmaxnreg_dec<104>();
+    if (own.group > C::kHalves) {
+        ptx::setmaxnreg_dec<40>();
+        if (own.warp == 0) own.load();
+    } else if (own.group == C::kHalves) {
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<72>() : ptx::setmaxnreg_dec<152>();
         own.help();
     } else {
-        if constexpr (C::kHalves > 1) ptx::setmaxnreg_inc<200>();
+        C::kHalves > 1 ? ptx::setmaxnreg_inc<200>() : ptx::setmaxnreg_inc<240>();
         own.multiply();
     }
 }

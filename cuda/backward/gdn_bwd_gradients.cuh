@@ -1,10 +1,11 @@
-// What both roles of gdn_bwd_gradients_kernel know, and the work of the helpers: tiles, dv, dbeta, dg. See gdn_bwd_gradients.cu.
+// What the roles of gdn_bwd_gradients_kernel know, and the work of the loader and of the helpers: tiles; dv, dbeta, dg. See
+// gdn_bwd_gradients.cu.
 #pragma once
 #include "gdn_bwd.cuh"
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kHelpers = 128;
+constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders one warp works
 
 template <class C>
 struct alignas(1024) GradientsSmem {
@@ -15,14 +16,19 @@ struct alignas(1024) GradientsSmem {
     char state[C::State::kBytes], grad[C::State::kBytes];
     char pairs[C::Square::kBytes], erase[C::Square::kBytes];  // P', M; 0 above the diagonal from the start
     Factors f[2];                                             // as tokens
+    struct Head {
+        Chunk chunk;  // with head
+        bool flagged;
+    } head[2];    // as tokens
+    Chunk chunk;  // of the key head, for the multipliers
     struct Sums {
-        float pairs[2][4][kC];            // of H, by its two parts and rows of a warp
-        float c[2][kC], after[2][kC];     // c_i, f_j, by warpgroup
-    } sums[2];                            // from the multipliers to the helpers
-    float along[2][2][kC];                // y . dq', y . dk', by warpgroup
+        float pairs[2][4][kC];         // of H, by its two parts and rows of a warp
+        float c[2][kC], after[2][kC];  // c_i, f_j, by warpgroup
+    } sums[2];                         // from the multipliers to the helpers
+    float along[2][2][kC];             // y . dq', y . dk', by warpgroup
     float dbeta[2][kC], product[2][4], norm[2][kC];  // by place; by place; 1 / |q|, 1 / |k|
-    alignas(8) char key[8], tokens_ring[Ring<2>::kBytes], state_ring[Ring<1>::kBytes], grad_ring[Ring<1>::kBytes],
-        sums_ring[Ring<2>::kBytes];
+    alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes], state_ring[Ring<1>::kBytes],
+        grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
 };
 static_assert(sizeof(GradientsSmem<Config<__half, 128>>) <= 227 * 1024, "fits");
 
@@ -35,7 +41,7 @@ struct GradientsParts {
     using Rows = typename C::Rows;
     using Square = typename C::Square;
     using State = typename C::State;
-    static constexpr int D = C::D, kMultiply = 128 * C::kHalves, kThreads = kMultiply + kHelpers;
+    static constexpr int D = C::D, kMultiply = 128 * C::kHalves, kThreads = kMultiply + kHelpers + kLoaders;
     static constexpr ptx::Major kK = ptx::Major::K, kMN = ptx::Major::MN;
     const Call &call;
     GradientsSmem<C> &smem;
@@ -43,15 +49,16 @@ struct GradientsParts {
     const int row = 16 * warp + lane / 4;  // and row + 8: the thread's rows of all fragments
     const uint32_t s_q = ptx::shared_address(smem.q), s_k = ptx::shared_address(smem.k),
                    s_state = ptx::shared_address(smem.state), s_grad = ptx::shared_address(smem.grad),
-                   s_pairs = ptx::shared_address(smem.pairs), s_erase = ptx::shared_address(smem.erase),
-                   key = ptx::shared_address(smem.key);
-    // Read by the multipliers and the helpers; sums: written by the former, read by one warp of the latter.
+                   s_pairs = ptx::shared_address(smem.pairs), s_erase = ptx::shared_address(smem.erase);
+    // Read by the multipliers and the helpers; key: by the former; sums: written by the former, read by one warp of the latter.
+    const Ring<1> key_ring{ptx::shared_address(smem.key_ring)};
     const Ring<2> tokens_ring{ptx::shared_address(smem.tokens_ring)}, sums_ring{ptx::shared_address(smem.sums_ring)};
     const Ring<1> state_ring{ptx::shared_address(smem.state_ring)}, grad_ring{ptx::shared_address(smem.grad_ring)};
 
     __device__ __forceinline__ void init() const {
-        constexpr uint32_t kMultiplyArrivals = kMultiply / 32 * kWarpArrivals, kAll = kThreads / 32 * kWarpArrivals;
-        ptx::mbarrier_init(key, 1);
+        constexpr uint32_t kMultiplyArrivals = kMultiply / 32 * kWarpArrivals,
+                           kAll = (kMultiply + kHelpers) / 32 * kWarpArrivals;
+        key_ring.init(1, kMultiplyArrivals);
         tokens_ring.init(1 + 32, kAll);
         state_ring.init(1, kAll), grad_ring.init(1, kAll);
         sums_ring.init(kMultiplyArrivals, kWarpArrivals);
@@ -65,31 +72,36 @@ struct GradientsParts {
         ptx::cp_async_bulk_load(to, from, static_cast<uint32_t>(bytes), bar);
     }
 
-    __device__ __forceinline__ void fetch_key(const Chunk &c) const {
-        if (threadIdx.x != 0) return;
-        const int64_t at = call.of_key(c.index, c.key_head);
-        ptx::mbarrier_arrive_expect_tx(key, 2 * Rows::kBytes);
+    // By the loader: q and k; what belongs to tokens, of a flagged head the factors alone; S or D.
+    __device__ __forceinline__ void fetch_key(const Chunk &c, const RingState<1> &at) const {
+        key_ring.wait_empty(at);
+        if (lane != 0) return;
+        const uint32_t full = key_ring.full(0);
+        const int64_t tile = call.of_key(c.index, c.key_head);
+        ptx::mbarrier_arrive_expect_tx(full, 2 * Rows::kBytes);
         if (call.as_given(c)) {
-            load_given<Rows>(s_q, call.map_q, c, c.key_head, key), load_given<Rows>(s_k, call.map_k, c, c.key_head, key);
+            load_given<Rows>(s_q, call.map_q, c, c.key_head, full), load_given<Rows>(s_k, call.map_k, c, c.key_head, full);
             return;
         }
-        copy(s_q, tile_of<Rows>(call.q, at), Rows::kBytes, key);
-        copy(s_k, tile_of<Rows>(call.k, at), Rows::kBytes, key);
+        copy(s_q, tile_of<Rows>(call.q, tile), Rows::kBytes, full);
+        copy(s_k, tile_of<Rows>(call.k, tile), Rows::kBytes, full);
     }
-    // By one warp of the helpers: what belongs to tokens; S; D.
     __device__ __forceinline__ void fetch_tokens(const Chunk &c, const RingState<2> &at) const {
         tokens_ring.wait_empty(at);
         const uint32_t full = tokens_ring.full(at.stage);
-        const bool given = call.as_given(c);
+        const bool flagged = call.flagged(c.n, c.head), given = call.as_given(c);
         if (lane == 0) {
             const int64_t own = call.of_value(c.index, c.head);
-            ptx::mbarrier_arrive_expect_tx(full, (given ? 3 : 2) * Rows::kBytes + sizeof(Factors));
-            copy(s_e(at.stage), tile_of<Rows>(call.e, own), Rows::kBytes, full);
-            if (given) load_given<Rows>(s_do(at.stage), call.map_do, c, c.head, full);
-            copy(s_dr(at.stage), tile_of<Rows>(call.dr, own), Rows::kBytes, full);
+            smem.head[at.stage].chunk = c, smem.head[at.stage].flagged = flagged;
+            ptx::mbarrier_arrive_expect_tx(full, (flagged ? 0 : given ? 3 : 2) * Rows::kBytes + sizeof(Factors));
             copy(ptx::shared_address(&smem.f[at.stage]), call.factors + own, sizeof(Factors), full);
+            if (!flagged) {
+                copy(s_e(at.stage), tile_of<Rows>(call.e, own), Rows::kBytes, full);
+                if (given) load_given<Rows>(s_do(at.stage), call.map_do, c, c.head, full);
+                copy(s_dr(at.stage), tile_of<Rows>(call.dr, own), Rows::kBytes, full);
+            }
         }
-        if (!given) load_rows<Rows>(s_do(at.stage), call.p().d_o, c, c.head, 0, lane, 32);
+        if (!flagged && !given) load_rows<Rows>(s_do(at.stage), call.p().d_o, c, c.head, 0, lane, 32);
         ptx::cp_async_mbarrier_arrive_noinc(full);
     }
     __device__ __forceinline__ void fetch_state(const Chunk &c, const RingState<1> &at, const Ring<1> &ring, uint32_t to,
@@ -101,6 +113,7 @@ struct GradientsParts {
     }
     // Asks for S, D, and with a first head for q and k, early, to L2: shared memory has no room for two.
     __device__ __forceinline__ void prefetch(const Chunk &c) const {
+        if (call.flagged(c.n, c.head)) return;
         const auto ask = [](const void *from, int bytes) { ptx::cp_async_bulk_prefetch(from, static_cast<uint32_t>(bytes)); };
         if (c.head % (call.p().HV / call.p().H) == 0 && call.as_given(c)) {
             const auto ask_row = [&](const Tensor &t, int row) {
@@ -154,10 +167,10 @@ struct GradientsParts {
     __device__ __forceinline__ bool on_diagonal() const { return lane / 8 == q; }
 
     // dbeta before the form of beta, and S . D.
-    __device__ __forceinline__ void diagonals(int place) const {
+    __device__ __forceinline__ void diagonals(int place, int sums) const {
         float upper[4] = {}, lower[4] = {};
         const int odd = lane / 4 % 2;
-        float *const to = smem.dbeta[place];
+        float *const to = smem.dbeta[sums];
         diagonal<Rows, D>(upper, lower, s_dr(place), s_e(place), 16 * warp);
         if (on_diagonal()) to[row] = odd ? upper[1] : upper[0], to[row + 8] = odd ? lower[3] : lower[2];
     }
@@ -244,7 +257,7 @@ struct GradientsParts {
         call.exact.w.dA[call.of_value(c.index, c.head)] = dA, call.exact.w.dbias[call.of_value(c.index, c.head)] = dbias;
     }
 
-    // The value heads of this CTA that are not left to the kernels in float, one after another.
+    // The value heads of this CTA, one after another.
     struct Cursor {
         const Call &call;
         int64_t item;
@@ -255,59 +268,62 @@ struct GradientsParts {
         __device__ __forceinline__ bool advance() {
             const BwdParams &p = call.p();
             const int group_size = static_cast<int>(p.HV / p.H);
-            while (true) {
-                if (++r >= group_size) {
-                    item += gridDim.x;
-                    if (item >= call.chunks() * p.H) return false;
-                    c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, item / p.H, 0);
-                    c.key_head = item % p.H;
-                    r = 0;
-                }
-                c.head = c.key_head * group_size + r;
-                if (!call.flagged(c.n, c.head)) return true;
+            if (++r >= group_size) {
+                item += gridDim.x;
+                if (item >= call.chunks() * p.H) return false;
+                c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, item / p.H, 0);
+                c.key_head = item % p.H;
+                r = 0;
             }
+            c.head = c.key_head * group_size + r;
+            return true;
         }
     };
+    __device__ __forceinline__ int heads() const {
+        const BwdParams &p = call.p();
+        const int64_t items = call.chunks() * p.H, first = blockIdx.x;
+        return first >= items ? 0 : static_cast<int>(((items - first - 1) / gridDim.x + 1) * (p.HV / p.H));
+    }
 
-    // The first warp also loads, the tokens of the head after the next and the states of the next; the second does the gates.
-    __device__ __forceinline__ void help() const {
+    // Tokens of a head are loaded while the one before is worked on; S, D, q and k as soon as its have been read.
+    __device__ __forceinline__ void load() const {
         Cursor cursor(call);
-        bool more = cursor.advance(), yet_more;
-        Chunk next = cursor.c, later;
-        RingState<1> states;
-        RingState<2> at, tokens;
-        if (!more) return;
-        if (warp == 0) {
-            fetch_tokens(next, tokens), tokens.advance();
-            fetch_state(next, states, state_ring, s_state, call.exact.w.states);
-            fetch_state(next, states, grad_ring, s_grad, call.exact.w.grads);
+        RingState<1> states, keys;
+        RingState<2> tokens;
+        while (cursor.advance()) {
+            fetch_tokens(cursor.c, tokens), tokens.advance();
+            if (cursor.item != blockIdx.x || cursor.r > 0) prefetch(cursor.c);
+            if (!call.flagged(cursor.c.n, cursor.c.head)) {
+                fetch_state(cursor.c, states, state_ring, s_state, call.exact.w.states);
+                fetch_state(cursor.c, states, grad_ring, s_grad, call.exact.w.grads);
+                states.advance();
+            }
+            if (cursor.r == 0) fetch_key(cursor.c, keys), keys.advance();
         }
-        yet_more = cursor.advance();
-        later = cursor.c;
-        if (warp == 0 && yet_more) fetch_tokens(later, tokens), tokens.advance(), prefetch(later);
-        for (; more; at.advance(), states.advance()) {
-            const Chunk c = next;
-            more = yet_more, next = later;
-            yet_more = yet_more && cursor.advance();
-            later = cursor.c;
+    }
+
+    __device__ __forceinline__ void help() const {
+        RingState<1> states;
+        RingState<2> at, sums;
+        for (int left = heads(); left > 0; left--, at.advance()) {
+            tokens_ring.wait_full(at);
+            const Chunk c = smem.head[at.stage].chunk;
+            if (smem.head[at.stage].flagged) {
+                warp_arrive(tokens_ring.empty(at.stage), lane);
+                continue;
+            }
             GateInputs in = {};
             if (warp == 1) in = gate_inputs(c);
-            tokens_ring.wait_full(at);
             const float decay = smem.f[at.stage].decay;
-            diagonals(at.stage);
+            diagonals(at.stage, sums.stage);
             values(c, at.stage);
             warp_arrive(tokens_ring.empty(at.stage), lane);
             state_ring.wait_full(states), grad_ring.wait_full(states);
-            state_product(at.stage);
+            state_product(sums.stage);
             warp_arrive(state_ring.empty(0), lane), warp_arrive(grad_ring.empty(0), lane);
             helpers();
-            if (warp == 1) gates(c, in, decay, at);
-            if (warp != 0) continue;
-            RingState<1> ahead = states;
-            ahead.advance();
-            if (more) fetch_state(next, ahead, state_ring, s_state, call.exact.w.states);
-            if (more) fetch_state(next, ahead, grad_ring, s_grad, call.exact.w.grads);
-            if (yet_more) fetch_tokens(later, tokens), tokens.advance(), prefetch(later);
+            if (warp == 1) gates(c, in, decay, sums);
+            states.advance(), sums.advance();
         }
     }
 };
