@@ -253,34 +253,38 @@ struct Gradients : GradientsParts<C> {
     __device__ __forceinline__ void multiply() const {
         const BwdParams &p = call.p();
         const int group_size = static_cast<int>(p.HV / p.H);
-        RingState<2> at, sums;
-        RingState<1> states, keys;
+        // Of value heads: all that were seen, and those not flagged; of key heads. Rings of two and of one stage go by them.
+        int seen = 0, done = 0;
+        uint32_t phase_of_key = 0;
+        const auto place = [](int count) { return RingState<2>{count % 2, static_cast<uint32_t>(count / 2 % 2)}; };
 #pragma unroll 1
-        for (int left = heads(); left > 0; left -= group_size) {
+        for (int all = heads(); seen < all;) {
             float similar[32], dq[32], dk[32];
 #pragma unroll
             for (int j = 0; j < 32; j++) dq[j] = dk[j] = 0.0f;
+            RingState<2> at = place(seen);
             tokens_ring.wait_full(at);
             if (threadIdx.x == 0) smem.chunk = smem.head[at.stage].chunk;
             if (threadIdx.x < kC) {
                 smem.norm[0][threadIdx.x] = smem.f[at.stage].norm_q[threadIdx.x];
                 smem.norm[1][threadIdx.x] = smem.f[at.stage].norm_k[threadIdx.x];
             }
-            key_ring.wait_full(keys);
+            ptx::mbarrier_wait_parity(key_ring.full(0), phase_of_key);
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
                                                     Rows::k_major_low(s_k, 0, 0), false);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(similar);
 #pragma unroll 1
-            for (int r = 0; r < group_size; r++, at.advance()) {
+            for (const int end = seen + group_size; seen < end; seen++) {
+                at = place(seen);
                 tokens_ring.wait_full(at);
                 if (smem.head[at.stage].flagged) {
                     add_exact(smem.head[at.stage].chunk, dq, call.exact.w.dq, smem.f[at.stage].norm_q);
                     add_exact(smem.head[at.stage].chunk, dk, call.exact.w.dk, smem.f[at.stage].norm_k);
                     warp_arrive(tokens_ring.empty(at.stage), lane);
                 } else {
-                    value_head(at, states, sums, similar, dq, dk);
-                    states.advance(), sums.advance();
+                    value_head(at, RingState<1>{0, static_cast<uint32_t>(done % 2)}, place(done), similar, dq, dk);
+                    done++;
                 }
             }
             multipliers();  // norm and chunk are known; q and k have been read
@@ -294,7 +298,7 @@ struct Gradients : GradientsParts<C> {
             give(c, p.dk, dk, s_k, smem.norm[1], 1);
             ptx::fence_proxy_async_shared_cta();
             warp_arrive(key_ring.empty(0), lane);
-            keys.advance();
+            phase_of_key ^= 1;
             multipliers();  // norm, chunk and along are read
         }
     }
@@ -311,10 +315,10 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
     if (own.group > C::kHalves) {
-        ptx::setmaxnreg_dec<40>();
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<48>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
     } else if (own.group == C::kHalves) {
-        C::kHalves > 1 ? ptx::setmaxnreg_dec<72>() : ptx::setmaxnreg_dec<152>();
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<64>() : ptx::setmaxnreg_dec<152>();
         own.help();
     } else {
         C::kHalves > 1 ? ptx::setmaxnreg_inc<200>() : ptx::setmaxnreg_inc<240>();
