@@ -10,7 +10,8 @@
 // the product that needs it, and what goes to memory. Transposed, r, e, z and dr come out as the left operands of what follows, so
 // nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
 //
-// Roles: warps 0 to 3 compute; warp 4 loads: tiles by bulk copies, v or do row by row, three stages.
+// Roles: warps 0 to 3 compute; warp 4 loads, three stages; warp 5 stores. Nothing but the chain is left to the computing warps, one to a
+// scheduler.
 // Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
 // y 32, do 32.
 #include "common/launch.h"
@@ -19,7 +20,7 @@
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kScanThreads = 160, kStages = 3;
+constexpr int kScanThreads = 192, kStages = 3;
 
 template <class C>
 struct alignas(1024) ScanStage {
@@ -34,7 +35,7 @@ struct alignas(1024) ScanSmem {
     ScanStage<C> stage[kStages];
     // On their way out, in turn, so that a chunk need not wait until the one before has left: the state; e or dr.
     char state[2][C::HalfState::kBytes], x[2][C::Half::kBytes];
-    alignas(8) char ring[Ring<kStages>::kBytes];
+    alignas(8) char ring[Ring<kStages>::kBytes], out[Ring<2>::kBytes];
 };
 
 // What one CTA does.
@@ -56,6 +57,7 @@ struct Scan {
     ScanSmem<C> &smem;
     const Job &job;
     const Ring<kStages> ring{ptx::shared_address(smem.ring)};
+    const Ring<2> out{ptx::shared_address(smem.out)};
 
     __device__ __forceinline__ int chunk_at(int step) const { return job.reverse ? job.chunks - 1 - step : step; }
     __device__ __forceinline__ int64_t value(int step) const {
@@ -155,25 +157,32 @@ struct Scan {
         for (int s = 0; s < kSteps; s++)
             ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
     }
-    // By one thread, when all have staged theirs.
-    __device__ __forceinline__ void store(int64_t own, int place) const {
+    // What a chunk gave out, when all have staged theirs. By one thread.
+    __device__ __forceinline__ void store() const {
         const int half = job.item.v_cta / 64;
-        char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
+        RingState<2> at;
+        for (int step = 0; step < job.chunks; step++, at.advance()) {
+            const int64_t own = value(step);
+            char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
+            out.wait_full(at);
 #pragma unroll
-        for (int panel = 0; panel < D / 64; panel++)
-            ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
-                                     ptx::shared_address(smem.state[place]) + panel * C::Half::kBytes, C::Half::kBytes);
-        ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
-                                 ptx::shared_address(smem.x[place]), C::Half::kBytes);
-        ptx::cp_async_bulk_commit_group();
+            for (int panel = 0; panel < D / 64; panel++)
+                ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
+                                         ptx::shared_address(smem.state[at.stage]) + panel * C::Half::kBytes, C::Half::kBytes);
+            ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
+                                     ptx::shared_address(smem.x[at.stage]), C::Half::kBytes);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group_read<1>();
+            if (step > 0) ptx::mbarrier_arrive(out.empty(at.stage ^ 1));
+        }
+        ptx::cp_async_bulk_wait_group<0>();
+    }
+    // By the computing warps: their share is staged.
+    __device__ __forceinline__ void staged(int place) const {
+        ptx::fence_proxy_async_shared_cta();
+        warp_arrive(out.full(place), threadIdx.x % 32);
     }
 
-    static __device__ __forceinline__ void together() { ptx::bar_sync(1, 128); }
-    // What the chunk before the last gave out has left shared memory.
-    static __device__ __forceinline__ void when_sent() {
-        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<1>();
-        together();
-    }
     // To the loaders of all CTAs whose copies land in this stage.
     __device__ __forceinline__ void give_back(int stage) const {
         __syncwarp();
@@ -183,15 +192,15 @@ struct Scan {
         for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
     }
 
-    // S, before the chunk, becomes S after it; true on overflow.
-    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int64_t own, int place) const {
+    // S, before the chunk, becomes S after it; true on overflow. Barriers are waited for where no product is under way, and S is
+    // scaled where it is: elsewhere ptxas serialises the products.
+    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int place) const {
         float e[32];
         uint32_t state[kSteps][4], a[4][4];
         pack<T>(state, S);
         register_fence(state);
         issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
         load_transposed(a, ptx::shared_address(stage.x));
-        when_sent();
         stage_state(state, place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(state);
@@ -219,42 +228,38 @@ struct Scan {
         register_fence(a), ptx::register_fence(S);
         issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
         stage_rows(e, place);
-        ptx::fence_proxy_async_shared_cta();
-        together();
-        if (threadIdx.x == 0) store(own, place);
+        staged(place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(S), register_fence(a);
         return bad || overflows<T>(a);
     }
 
-    // D, after the chunk, becomes D before it.
-    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int64_t own, int place) const {
+    // D, after the chunk, becomes D before it. What does not depend on D is issued where the chain leaves the tensor cores idle.
+    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int place) const {
         float dr[32], y[32];
-        uint32_t state[kSteps][4], a[4][4], d_o[4][4];
-        pack<T>(state, grad);
+        uint32_t state[kSteps][4], a[4][4], b[4][4], d_o[4][4];
         load_transposed(d_o, ptx::shared_address(stage.x));
-        register_fence(d_o), register_fence(state);
-        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        register_fence(d_o);
         issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
+        pack<T>(state, grad);
+        register_fence(state);
+        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        stage_state(state, place);
         const float decay = stage.f.decay;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) grad[i] *= decay;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 f = factor(stage.f.query, j);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float2 x = unpack(T{}, d_o[j / 2][j % 2 * 2 + half]);
-                a[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
+                b[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
             }
         }
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) grad[i] *= decay;
-        register_fence(a), ptx::register_fence(grad);
-        issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
-        when_sent();
-        stage_state(state, place);
-        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_wait_group<0>();
         ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
-        bool bad = overflows<T>(state) || overflows<T>(a);
+        bool bad = overflows<T>(state) || overflows<T>(b);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 f = factor(stage.f.left, j);
@@ -264,21 +269,20 @@ struct Scan {
                 dr[4 * j + 2 * half + 1] = fmaf(f.y, y[4 * j + 2 * half + 1], dr[4 * j + 2 * half + 1]);
             }
         }
-        pack_scaled(d_o, dr, stage.f.beta);
-        bad = bad || overflows<T>(d_o);
-        register_fence(d_o), ptx::register_fence(dr);
-        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(dr), register_fence(d_o), register_fence(a), ptx::register_fence(grad);
+        pack_scaled(a, dr, stage.f.beta);
+        bad = bad || overflows<T>(a);
+        register_fence(a), ptx::register_fence(dr), register_fence(b), ptx::register_fence(grad);
+        issue<T, ptx::Major::MN, Square>(dr, a, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        issue<T, ptx::Major::MN, Rows>(grad, b, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
+        ptx::wgmma_wait_group<1>();
+        ptx::register_fence(dr), register_fence(a);
         pack_scaled(a, dr, stage.f.erase);
         register_fence(a);
         issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
         stage_rows(dr, place);
-        ptx::fence_proxy_async_shared_cta();
-        together();
-        if (threadIdx.x == 0) store(own, place);
+        staged(place);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(grad), register_fence(a);
+        ptx::register_fence(grad), register_fence(a), register_fence(b);
         return bad || overflows<T>(a);
     }
 
@@ -292,20 +296,19 @@ struct Scan {
         for (int i = 0; i < D / 2; i++) S[i] = 0.0f;
         if (start) load_state(S, start, job.item.n, job.item.head, row, lane % 4 * 2);
         RingState<kStages> at;
+        RingState<2> place;
         bool bad = false;
 #pragma unroll 1
-        for (int step = 0; step < job.chunks; step++) {
+        for (int step = 0; step < job.chunks; step++, at.advance(), place.advance()) {
             ring.wait_full(at);
+            out.wait_empty(place);
             const ScanStage<C> &stage = smem.stage[at.stage];
-            const int64_t own = value(step);
-            const bool overflow = kReverse ? reverse(S, stage, own, step % 2) : forward(S, stage, own, step % 2);
+            const bool overflow = kReverse ? reverse(S, stage, place.stage) : forward(S, stage, place.stage);
             bad = bad || overflow;
             give_back(at.stage);
-            at.advance();
         }
         if (bad) call.flag(job.item.n, job.item.head);
         if (kReverse && p.d_initial_state) store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
-        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group<0>();
     }
 };
 
@@ -324,10 +327,16 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     job.chunks = (job.item.length + kC - 1) / kC;
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
-    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
+    if (threadIdx.x == 0) {
+        scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
+        scan.out.init(4 * kWarpArrivals, 1);
+    }
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
-    if (threadIdx.x >= 128)
+    if (threadIdx.x >= 160) {
+        if (threadIdx.x == 160) scan.store();
+        __syncwarp();
+    } else if (threadIdx.x >= 128)
         scan.load();
     else if (job.reverse)
         scan.template compute<true>();
