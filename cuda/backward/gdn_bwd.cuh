@@ -20,6 +20,9 @@ namespace linattn::cuda::gdn_bwd {
 using delta_bwd::Chunk;
 
 constexpr int kC = kBwdChunk;  // tokens
+// Gradients of sequences so short are a few dot products, whose terms must not be rounded: the kernels in float do them. A rule of
+// the length alone, so that no bits depend on what a sequence is packed with.
+constexpr int kFewTokens = 16;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLeastLog2Decay =
     -128.0f;  // of a token: 2^-128 is 0 in fp32 as ex2 has it, and no difference of infinities arises
@@ -76,6 +79,11 @@ struct Call {
         return reinterpret_cast<char *>(of + value * C::D * C::D);
     }
 };
+
+// Is the chunk all of a sequence of few tokens? A first chunk that is not full is a whole sequence.
+__device__ __forceinline__ bool is_few(const Call &call, const Chunk &c) {
+    return c.length <= kFewTokens && c.index == call.exact.w.chunk_start[c.n];
+}
 
 template <class Tile>
 __device__ __forceinline__ char *tile_of(uint16_t *tiles, int64_t index) {

@@ -9,7 +9,7 @@
 // cores with both factors in two terms. 1 / |q| and 1 / |k| go into factors: q and k stay as they were given.
 //
 // Sequences and heads are flagged where X is large or several keys are nearly one with beta near 1: there single roundings in the
-// scans lose digits; and sequences of at most kFewTokens.
+// scans lose digits; and sequences of at most kFewTokens, of which nothing but the factors is made.
 // Shared memory at any D: q and k (32 KB at D = 128), where later L 13, X 9, Y 4 and what goes out 16 KB lie; decays, beta, norms 1.
 #include "common/launch.h"
 #include "gdn_bwd.cuh"
@@ -18,8 +18,6 @@ namespace linattn::cuda::gdn_bwd {
 
 constexpr int kPrepareThreads = 128, kPrepareCtas = 5;
 constexpr int kHalf = kC / 2, kPitch = kHalf + 4;
-// Gradients of sequences so short are a few dot products, whose terms must not be rounded; a rule of the length alone.
-constexpr int kFewTokens = 16;
 constexpr float kLargestX = 3.0f;     // for keys of length 1 and beta up to 2, |X_ij| <= 1
 constexpr float kNearlyOne = 0.85f;   // match_ij = F_ij beta_j |L_ij|
 constexpr float kMostMatches = 4.0f;  // largest sum of match_ij^32 over a row
@@ -95,16 +93,20 @@ struct Prepare {
     __device__ __forceinline__ void gates() const {
         const BwdParams &p = call.p();
         const float amplitude = delta_bwd::amplitude_of(p, c.head);
-        float log2[2] = {}, beta[2] = {};
+        float log2[2], beta[2];
+        // All loads before what needs them; those past the end repeat the last token's.
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int t = 2 * lane + i;
-            if (t >= c.length) continue;
-            const int64_t at = delta_bwd::element(p.g, c.b, c.token + t, c.head);
-            log2[i] = kLog2E * log_decay(p, delta_bwd::gate_input(p, at, c.head, 0), amplitude);
+            const int64_t t = c.token + min(2 * lane + i, c.length - 1);
+            log2[i] = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, t, c.head), c.head, 0);
+            beta[i] = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, t, c.head));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const bool inside = 2 * lane + i < c.length;
+            log2[i] = kLog2E * log_decay(p, log2[i], amplitude);
             if (log2[i] < kLeastLog2Decay) log2[i] = kLeastLog2Decay;  // NaN stays
-            beta[i] =
-                delta_bwd::beta_of(p, delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + t, c.head)));
+            log2[i] = inside ? log2[i] : 0.0f, beta[i] = inside ? delta_bwd::beta_of(p, beta[i]) : 0.0f;
         }
         float through = log2[0] + log2[1];
 #pragma unroll
@@ -120,7 +122,7 @@ struct Prepare {
     __device__ __forceinline__ void norms(uint32_t tile, float *to) const {
         float upper[4] = {}, lower[4] = {};
         if (call.p().qk_l2norm) {
-#pragma unroll 4
+#pragma unroll
             for (int s = 0; s < D / 16; s++) {
                 uint32_t x[4];
                 ptx::ldmatrix_x4(x, tile + Rows::block16_offset(16 * warp, 16 * s, lane));
@@ -158,27 +160,31 @@ struct Prepare {
         Block &beside = warp < 2 ? smem.made.l[0] : smem.made.l[1], &below = smem.made.l[2];
         float match = 0.0f;
         bool large = false;
+        // 0 right of the diagonal's 16 x 16 block, half a row of a block a lane.
+        for (int block = warp + 1; block < 4; block++) {
+            const uint32_t at = Square::offset(16 * warp + lane / 2, 16 * block + lane % 2 * 8);
+            ptx::st_shared_v4_u32(s_pairs + at, make_uint4(0, 0, 0, 0)), ptx::st_shared_v4_u32(s_solve + at, make_uint4(0, 0, 0, 0));
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = row + 8 * half;
             const float log2 = smem.log2[i], own = smem.norm_k[i], query = scale * smem.norm_q[i];
 #pragma unroll
             for (int n = 0; n < 8; n++) {
+                if (n > 2 * warp + 1) continue;
                 const int j = 8 * n + 2 * q;
-                if (n > 2 * warp + 1) {
-                    ptx::st_shared_u32(s_pairs + Square::offset(i, j), 0);
-                    ptx::st_shared_u32(s_solve + Square::offset(i, j), 0);
-                    continue;
-                }
                 const float2 norm = pair(&smem.norm_k[j]), beta = pair(&smem.beta[j]), other = pair(&smem.log2[j]);
-                const float2 l = make_float2(j < i ? own * norm.x * kk[4 * n + 2 * half] : 0.0f,
-                                             j + 1 < i ? own * norm.y * kk[4 * n + 2 * half + 1] : 0.0f);
+                float2 l = make_float2(own * norm.x * kk[4 * n + 2 * half], own * norm.y * kk[4 * n + 2 * half + 1]);
+                float2 p = make_float2(query * norm.x * fading(log2, other.x) * qk[4 * n + 2 * half],
+                                       query * norm.y * fading(log2, other.y) * qk[4 * n + 2 * half + 1]);
+                if (n >= 2 * warp) {  // at the diagonal
+                    l.x = j < i ? l.x : 0.0f, l.y = j + 1 < i ? l.y : 0.0f;
+                    p.x = j <= i ? p.x : 0.0f, p.y = j < i ? p.y : 0.0f;
+                }
                 *reinterpret_cast<float2 *>(n < 4 ? &beside[i % kHalf][j] : &below[i % kHalf][j - kHalf]) = l;
                 match = fmaxf(match, fmaxf(fabsf(l.x * beta.x), fabsf(l.y * beta.y)));
-                const float a = j <= i ? query * norm.x * fading(log2, other.x) * qk[4 * n + 2 * half] : 0.0f;
-                const float b = j < i ? query * norm.y * fading(log2, other.y) * qk[4 * n + 2 * half + 1] : 0.0f;
-                if (!ptx::kIsBf16<T>) large = large || fabsf(a) > 6e4f || fabsf(b) > 6e4f;
-                ptx::st_shared_u32(s_pairs + Square::offset(i, j), ptx::cvt_rn_x2<T>(a, b));
+                if (!ptx::kIsBf16<T>) large = large || fabsf(p.x) > 6e4f || fabsf(p.y) > 6e4f;
+                ptx::st_shared_u32(s_pairs + Square::offset(i, j), ptx::cvt_rn_x2<T>(p.x, p.y));
             }
         }
         if (__any_sync(~0u, match > kNearlyOne)) large = repeats(kk) || large;
@@ -339,18 +345,21 @@ struct Prepare {
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(kk), ptx::register_fence(qk);
             __syncthreads();  // q and k are read, norms known
+            factors();
+            if (is_few(call, c)) {  // the kernels in float do it
+                if (thread != 0) return;
+                call.flag(c.n, c.head);
+                return ptx::cp_async_bulk_wait_group<0>();
+            }
             hard = similarities(kk, qk);
         }
-        factors();
         __syncwarp();
         float largest = diagonal();
         __syncthreads();
         largest = fmaxf(largest, merge16());
         __syncthreads();
         largest = fmaxf(largest, merge32());
-        // A first chunk that is not full is a whole sequence.
-        const bool few = c.length <= kFewTokens && c.index == call.exact.w.chunk_start[c.n];
-        if (hard || few || largest > kLargestX) call.flag(c.n, c.head);
+        if (hard || largest > kLargestX) call.flag(c.n, c.head);
         ptx::fence_proxy_async_shared_cta();
         __syncthreads();
         if (thread != 0) return;

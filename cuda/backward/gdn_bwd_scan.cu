@@ -322,6 +322,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     const int half = static_cast<int>(index % C::kHalves), head = static_cast<int>(index / C::kHalves % p.HV);
     Job job;
     job.item = make_item(p, index / C::kHalves / p.HV, head, 64 * half);
+    if (job.item.length <= kFewTokens && job.item.length > 0) return;  // all of the cluster; the kernels in float do it
     job.reverse = blockIdx.x < states;
     job.first_chunk = call.exact.w.chunk_start[job.item.n];
     job.chunks = (job.item.length + kC - 1) / kC;
