@@ -315,10 +315,10 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
     if (own.group > C::kHalves) {
-        C::kHalves > 1 ? ptx::setmaxnreg_dec<48>() : ptx::setmaxnreg_dec<96>();
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
     } else if (own.group == C::kHalves) {
-        C::kHalves > 1 ? ptx::setmaxnreg_dec<64>() : ptx::setmaxnreg_dec<152>();
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();
     } else {
         C::kHalves > 1 ? ptx::setmaxnreg_inc<200>() : ptx::setmaxnreg_inc<240>();

@@ -2,6 +2,7 @@
 // gdn_bwd_gradients.cu.
 #pragma once
 #include "gdn_bwd.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace linattn::cuda::gdn_bwd {
 
@@ -114,17 +115,17 @@ struct GradientsParts {
     // Asks for S, D, and with a first head for q and k, early, to L2: shared memory has no room for two.
     __device__ __forceinline__ void prefetch(const Chunk &c) const {
         if (call.flagged(c.n, c.head)) return;
-        const auto ask = [](const void *from, int bytes) { ptx::cp_async_bulk_prefetch(from, static_cast<uint32_t>(bytes)); };
-        if (c.head % (call.p().HV / call.p().H) == 0 && call.as_given(c)) {
-            const auto ask_row = [&](const Tensor &t, int row) {
-                ask(reinterpret_cast<const uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token + row, c.key_head), 2 * D);
-            };
-            for (int row = lane; row < kC; row += 32) ask_row(call.p().q, row), ask_row(call.p().k, row);
-        }
         if (lane != 0) return;
+        if (c.head % (call.p().HV / call.p().H) == 0 && call.as_given(c)) {
+#pragma unroll
+            for (int panel = 0; panel < D / 64; panel++)
+                for (const CUtensorMap *map : {&call.map_q, &call.map_k})
+                    ptx::cp_async_bulk_prefetch_tensor_4d(map, 64 * panel, static_cast<int32_t>(c.key_head),
+                                                          static_cast<int32_t>(c.token), static_cast<int32_t>(c.b));
+        }
         const int64_t own = call.of_value(c.index, c.head);
-        ask(call.state<C>(call.exact.w.states, own), State::kBytes);
-        ask(call.state<C>(call.exact.w.grads, own), State::kBytes);
+        ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.states, own), State::kBytes);
+        ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.grads, own), State::kBytes);
     }
     static __device__ __forceinline__ void multipliers() { ptx::barrier_sync(kMultipliers, kMultiply); }
     static __device__ __forceinline__ void helpers() { ptx::barrier_sync(kHelpersOnly, kHelpers); }

@@ -35,7 +35,7 @@ struct alignas(1024) ScanSmem {
     ScanStage<C> stage[kStages];
     // On their way out, in turn, so that a chunk need not wait until the one before has left: the state; e or dr.
     char state[2][C::HalfState::kBytes], x[2][C::Half::kBytes];
-    alignas(8) char ring[Ring<kStages>::kBytes], out[Ring<2>::kBytes];
+    alignas(8) char ring[Ring<kStages>::kBytes];
 };
 
 // What one CTA does.
@@ -57,7 +57,6 @@ struct Scan {
     ScanSmem<C> &smem;
     const Job &job;
     const Ring<kStages> ring{ptx::shared_address(smem.ring)};
-    const Ring<2> out{ptx::shared_address(smem.out)};
 
     __device__ __forceinline__ int chunk_at(int step) const { return job.reverse ? job.chunks - 1 - step : step; }
     __device__ __forceinline__ int64_t value(int step) const {
@@ -122,13 +121,17 @@ struct Scan {
     static __device__ __forceinline__ float2 factor(const float *of, int j) {
         return *reinterpret_cast<const float2 *>(of + 8 * j + threadIdx.x % 4 * 2);
     }
+    // Of all of the thread's tokens. Loaded ahead: while wgmma reads shared memory a load takes long.
+    static __device__ __forceinline__ void factors(float2 (&f)[8], const float *of) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = factor(of, j);
+    }
     // A fragments of x times factors of tokens, from accumulators V x tokens.
-    static __device__ __forceinline__ void pack_scaled(uint32_t (&a)[4][4], const float (&x)[32], const float *of) {
+    static __device__ __forceinline__ void pack_scaled(uint32_t (&a)[4][4], const float (&x)[32], const float2 (&f)[8]) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 f = factor(of, j);
-            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f.x * x[4 * j], f.y * x[4 * j + 1]);
-            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f.x * x[4 * j + 2], f.y * x[4 * j + 3]);
+            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j], f[j].y * x[4 * j + 1]);
+            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j + 2], f[j].y * x[4 * j + 3]);
         }
     }
     // v or do as fragments V x tokens.
@@ -157,30 +160,38 @@ struct Scan {
         for (int s = 0; s < kSteps; s++)
             ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
     }
-    // What a chunk gave out, when all have staged theirs. By one thread.
+    // A place of what is on its way out: full, then free again. Named barriers between the computing warps and the one that stores:
+    // they are no loops, so products may be under way.
+    static constexpr uint32_t kFull = 1, kFree = 3, kWithStorer = 128 + 32;
+    // What a chunk gave out, when all have staged theirs. By one warp.
     __device__ __forceinline__ void store() const {
         const int half = job.item.v_cta / 64;
-        RingState<2> at;
-        for (int step = 0; step < job.chunks; step++, at.advance()) {
+        for (int place = 0; place < 2 && place < job.chunks; place++) ptx::bar_arrive(kFree + place, kWithStorer);
+        for (int step = 0; step < job.chunks; step++) {
+            const int place = step % 2;
             const int64_t own = value(step);
             char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
-            out.wait_full(at);
+            ptx::bar_sync(kFull + place, kWithStorer);
+            if (threadIdx.x % 32 == 0) {
 #pragma unroll
-            for (int panel = 0; panel < D / 64; panel++)
-                ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
-                                         ptx::shared_address(smem.state[at.stage]) + panel * C::Half::kBytes, C::Half::kBytes);
-            ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
-                                     ptx::shared_address(smem.x[at.stage]), C::Half::kBytes);
-            ptx::cp_async_bulk_commit_group();
-            ptx::cp_async_bulk_wait_group_read<1>();
-            if (step > 0) ptx::mbarrier_arrive(out.empty(at.stage ^ 1));
+                for (int panel = 0; panel < D / 64; panel++)
+                    ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
+                                             ptx::shared_address(smem.state[place]) + panel * C::Half::kBytes, C::Half::kBytes);
+                ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
+                                         ptx::shared_address(smem.x[place]), C::Half::kBytes);
+                ptx::cp_async_bulk_commit_group();
+                ptx::cp_async_bulk_wait_group_read<0>();
+            }
+            __syncwarp();
+            if (step + 2 < job.chunks) ptx::bar_arrive(kFree + place, kWithStorer);
         }
-        ptx::cp_async_bulk_wait_group<0>();
+        if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group<0>();
     }
+    static __device__ __forceinline__ void when_free(int place) { ptx::bar_sync(kFree + place, kWithStorer); }
     // By the computing warps: their share is staged.
-    __device__ __forceinline__ void staged(int place) const {
+    static __device__ __forceinline__ void staged(int place) {
         ptx::fence_proxy_async_shared_cta();
-        warp_arrive(out.full(place), threadIdx.x % 32);
+        ptx::bar_arrive(kFull + place, kWithStorer);
     }
 
     // To the loaders of all CTAs whose copies land in this stage.
@@ -201,12 +212,15 @@ struct Scan {
         register_fence(state);
         issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
         load_transposed(a, ptx::shared_address(stage.x));
+        float2 fade[8], beta[8];
+        factors(fade, stage.f.fade), factors(beta, stage.f.beta);
+        when_free(place);
         stage_state(state, place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(state);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 f = factor(stage.f.fade, j);
+            const float2 f = fade[j];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float2 v = unpack(T{}, a[j / 2][j % 2 * 2 + half]);
@@ -214,7 +228,8 @@ struct Scan {
                 e[4 * j + 2 * half + 1] = fmaf(f.y, e[4 * j + 2 * half + 1], v.y);
             }
         }
-        pack_scaled(a, e, stage.f.beta);
+        pack_scaled(a, e, beta);
+        factors(beta, stage.f.write);
         bool bad = overflows<T>(state) || overflows<T>(a);
         register_fence(a), ptx::register_fence(e);
         issue<T, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.solve), 0, 0), true);
@@ -224,7 +239,7 @@ struct Scan {
         ptx::register_fence(S);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(a);
-        pack_scaled(a, e, stage.f.write);
+        pack_scaled(a, e, beta);
         register_fence(a), ptx::register_fence(S);
         issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
         stage_rows(e, place);
@@ -244,6 +259,7 @@ struct Scan {
         pack<T>(state, grad);
         register_fence(state);
         issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        when_free(place);
         stage_state(state, place);
         const float decay = stage.f.decay;
 #pragma unroll
@@ -257,26 +273,29 @@ struct Scan {
                 b[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
             }
         }
+        float2 left[8], beta[8];
+        factors(left, stage.f.left), factors(beta, stage.f.beta);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
         bool bad = overflows<T>(state) || overflows<T>(b);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 f = factor(stage.f.left, j);
+            const float2 f = left[j];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 dr[4 * j + 2 * half] = fmaf(f.x, y[4 * j + 2 * half], dr[4 * j + 2 * half]);
                 dr[4 * j + 2 * half + 1] = fmaf(f.y, y[4 * j + 2 * half + 1], dr[4 * j + 2 * half + 1]);
             }
         }
-        pack_scaled(a, dr, stage.f.beta);
+        pack_scaled(a, dr, beta);
+        factors(beta, stage.f.erase);
         bad = bad || overflows<T>(a);
         register_fence(a), ptx::register_fence(dr), register_fence(b), ptx::register_fence(grad);
         issue<T, ptx::Major::MN, Square>(dr, a, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
         issue<T, ptx::Major::MN, Rows>(grad, b, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(dr), register_fence(a);
-        pack_scaled(a, dr, stage.f.erase);
+        pack_scaled(a, dr, beta);
         register_fence(a);
         issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
         stage_rows(dr, place);
@@ -296,14 +315,12 @@ struct Scan {
         for (int i = 0; i < D / 2; i++) S[i] = 0.0f;
         if (start) load_state(S, start, job.item.n, job.item.head, row, lane % 4 * 2);
         RingState<kStages> at;
-        RingState<2> place;
         bool bad = false;
 #pragma unroll 1
-        for (int step = 0; step < job.chunks; step++, at.advance(), place.advance()) {
+        for (int step = 0; step < job.chunks; step++, at.advance()) {
             ring.wait_full(at);
-            out.wait_empty(place);
             const ScanStage<C> &stage = smem.stage[at.stage];
-            const bool overflow = kReverse ? reverse(S, stage, place.stage) : forward(S, stage, place.stage);
+            const bool overflow = kReverse ? reverse(S, stage, step % 2) : forward(S, stage, step % 2);
             bad = bad || overflow;
             give_back(at.stage);
         }
@@ -328,15 +345,11 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     job.chunks = (job.item.length + kC - 1) / kC;
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
-    if (threadIdx.x == 0) {
-        scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
-        scan.out.init(4 * kWarpArrivals, 1);
-    }
+    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     if (threadIdx.x >= 160) {
-        if (threadIdx.x == 160) scan.store();
-        __syncwarp();
+        scan.store();
     } else if (threadIdx.x >= 128)
         scan.load();
     else if (job.reverse)

@@ -18,6 +18,7 @@ inline void cp_async_bulk_wait_group() {
     cp_async_bulk_wait_group_read<n>();
 }
 inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
+inline void cp_async_bulk_prefetch_tensor_4d(const CUtensorMap *, int, int, int, int) {}
 inline uint32_t cluster_nctarank() { return 1; }
 inline uint32_t cluster_ctarank() { return 0; }
 inline uint32_t mapa(uint32_t, uint32_t) { abort(); }
