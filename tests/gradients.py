@@ -123,12 +123,14 @@ def fault_of(case, inputs, name, got, want, dtype, path, **options):
     expected_miss = False
     few = max(case.lengths) <= FEW_TOKENS
     if not cases.is_token_loop(path) and not few and name in SUMS and np.isfinite(got).all():
-        if case.gates == "usual" and "gate" not in case.keywords and name in PER_TOKEN:
+        if name in PER_TOKEN:
+            usual = case.gates == "usual" and "gate" not in case.keywords
             for b, first, end in case.spans:
-                for j in range(want.shape[2] if end - first >= LONG else 0):
+                held = end - first <= FEW_TOKENS or (usual and end - first >= LONG)
+                for j in range(want.shape[2] if held and end > first else 0):
                     error = cases.relative_rms(got[b, first:end, j], want[b, first:end, j])
                     if not error <= limit:
-                        text = f"relative RMS error {error:.2e} of a long sequence, head {j}"
+                        text = f"relative RMS error {error:.2e} of {end - first} tokens, head {j}"
                         return f"{name}: {text}, allowed {limit:.0e}", False
         # Errors and sizes as they are, so that relative_rms divides the one by the other.
         size = np.maximum(np.abs(want), size_of_terms(case, inputs, name, **options))

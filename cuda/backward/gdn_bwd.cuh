@@ -53,7 +53,7 @@ static_assert(sizeof(Factors) % 32 == 0, "half of it is a bulk copy");
 
 struct Call {
     CUtensorMap map_q, map_k, map_v, map_do;  // the caller's arrays, where TMA takes them
-    BwdCall exact;             // arguments, and the workspace of the kernels in float
+    BwdCall exact;                            // arguments, and the workspace of the kernels in float
     // Tiles of each chunk and key head, of those chunks alone that TMA does not load; and of each chunk and value head.
     uint16_t *q, *k;
     uint16_t *solve;   // -X: X = 2^(G_i - G_j) of L (1 + beta L)^-1, L_ij = k_i . k_j below the diagonal
@@ -92,12 +92,12 @@ __device__ __forceinline__ char *tile_of(uint16_t *tiles, int64_t index) {
 
 // A tile of the caller's array, by one thread.
 template <class Tile>
-__device__ __forceinline__ void load_given(uint32_t to, const CUtensorMap &map, const Chunk &c, int64_t head, uint32_t barrier) {
+__device__ __forceinline__ void load_given(uint32_t to, const CUtensorMap &map, const Chunk &c, int64_t head,
+                                           uint32_t barrier) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; panel++)
         ptx::cp_async_bulk_tensor_4d_load(to + panel * Tile::kPanelStrideBytes, &map, barrier, panel * Tile::kPanelCols,
-                                          static_cast<int32_t>(head), static_cast<int32_t>(c.token),
-                                          static_cast<int32_t>(c.b));
+                                          static_cast<int32_t>(head), static_cast<int32_t>(c.token), static_cast<int32_t>(c.b));
 }
 
 // Copies columns column .. of the chunk's rows of a caller's array into a tile, rows past the end 0, by `threads` threads. Lands

@@ -12,10 +12,10 @@
 // Every term of dg_t has the decay of t as a factor, so a steep gate gets a small gradient and nothing cancels that has not to.
 //
 // Roles: a warpgroup per 64 channels of K multiplies. Per value head: do e^T (first warpgroup), dr e^T (last); S do, S dr; D e; then
-// the products with P' and M. One more warpgroup loads, writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products:
-// when all tiles of a head have been read it asks for the next head's, also those of the next chunk, and only then sums up dg.
-// Shared memory at D = 128: q, k 32 KB, do, e, dr 48, S, D 64, P', M 16, H 34, factors and sums 9: one CTA an SM.
-// Registers: 104 beside 2 x 200; q . k or k . k 32, dq', dk' 64, sums of products 64.
+// the products with P' and M. One more warpgroup writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products. One more
+// warp loads: do, e and dr of the next head beside this one's; S, D, q and k as soon as those before have been read.
+// Shared memory at D = 128: q, k 32 KB, do, e, dr 2 x 48, S, D 64, P', M 16, factors and sums 12: one CTA an SM.
+// Registers: 2 x 200 + 56 + 56; q . k or k . k 32, dq', dk' 64, sums of products 64.
 #include "common/launch.h"
 #include "gdn_bwd_gradients.cuh"
 
@@ -26,9 +26,9 @@ struct Gradients : GradientsParts<C> {
     using Parts = GradientsParts<C>;
     using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::heads;
     using Parts::D, Parts::kMultiply, Parts::kThreads, Parts::kK, Parts::kMN, Parts::multipliers;
+    using Parts::key_ring, Parts::tokens_ring, Parts::state_ring, Parts::grad_ring, Parts::sums_ring;
     using Parts::s_q, Parts::s_k, Parts::s_do, Parts::s_e, Parts::s_dr, Parts::s_state, Parts::s_grad, Parts::s_pairs,
         Parts::s_erase;
-    using Parts::key_ring, Parts::tokens_ring, Parts::state_ring, Parts::grad_ring, Parts::sums_ring;
     using typename Parts::Rows, typename Parts::Square, typename Parts::State, typename Parts::T;
 
     // P' (of_q) or M from do e^T or dr e^T, and what its part of H, with q k^T or k k^T, gives to dg: sums over the warp's rows.
@@ -136,8 +136,7 @@ struct Gradients : GradientsParts<C> {
 
     // One value head: adds to dq' and dk'.
     __device__ __forceinline__ void value_head(const RingState<2> &at, const RingState<1> &states, const RingState<2> &sums_at,
-                                               const float (&similar)[32], float (&dq)[32],
-                                               float (&dk)[32]) const {
+                                               const float (&similar)[32], float (&dq)[32], float (&dk)[32]) const {
         float x[32], y[32], c_dots[2] = {}, after[2] = {};
         const int place = at.stage;
         const Factors &f = smem.f[place];
@@ -146,8 +145,8 @@ struct Gradients : GradientsParts<C> {
         issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
                                                 Rows::k_major_low(s_e(place), 0, 0), false);
         if (C::kHalves == 1)
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), Rows::k_major_low(s_e(place), 0, 0),
-                                                    false);
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0),
+                                                    Rows::k_major_low(s_e(place), 0, 0), false);
         multipliers();  // P' and M of the head before are read
         sums_ring.wait_empty(sums_at);
         ptx::wgmma_wait_group<0>();
@@ -213,15 +212,14 @@ struct Gradients : GradientsParts<C> {
     // y . dx' of the warpgroup's channels.
     __device__ __forceinline__ void dots(const float (&x)[32], uint32_t tile, const float *norm, float *to) const {
         float sum[2] = {};
-        each_pair(tile, [&](int i, int half, float2 other) {
-            sum[half] = fmaf(x[i], other.x, fmaf(x[i + 1], other.y, sum[half]));
-        });
+        each_pair(tile,
+                  [&](int i, int half, float2 other) { sum[half] = fmaf(x[i], other.x, fmaf(x[i + 1], other.y, sum[half])); });
         sum[0] *= norm[row], sum[1] *= norm[row + 8];
         put_rows(to, sum);
     }
     // dx = dx' - y (y . dx'), by way of where q or k was: a warp's rows and a warpgroup's channels are read and written by it alone.
-    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32], uint32_t tile, const float *norm,
-                                         int which) const {
+    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32], uint32_t tile,
+                                         const float *norm, int which) const {
         float dot[2] = {};
         if (call.p().qk_l2norm)
 #pragma unroll

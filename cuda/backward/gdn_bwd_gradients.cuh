@@ -23,13 +23,13 @@ struct alignas(1024) GradientsSmem {
     } head[2];    // as tokens
     Chunk chunk;  // of the key head, for the multipliers
     struct Sums {
-        float pairs[2][4][kC];         // of H, by its two parts and rows of a warp
-        float c[2][kC], after[2][kC];  // c_i, f_j, by warpgroup
-    } sums[2];                         // from the multipliers to the helpers
-    float along[2][2][kC];             // y . dq', y . dk', by warpgroup
+        float pairs[2][4][kC];                       // of H, by its two parts and rows of a warp
+        float c[2][kC], after[2][kC];                // c_i, f_j, by warpgroup
+    } sums[2];                                       // from the multipliers to the helpers
+    float along[2][2][kC];                           // y . dq', y . dk', by warpgroup
     float dbeta[2][kC], product[2][4], norm[2][kC];  // by place; by place; 1 / |q|, 1 / |k|
-    alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes], state_ring[Ring<1>::kBytes],
-        grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
+    alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes],
+        state_ring[Ring<1>::kBytes], grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
 };
 static_assert(sizeof(GradientsSmem<Config<__half, 128>>) <= 227 * 1024, "fits");
 

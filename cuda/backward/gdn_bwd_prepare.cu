@@ -67,7 +67,8 @@ struct Prepare {
                 ptx::mbarrier_init(barrier, 1);
                 ptx::fence_mbarrier_init();
                 ptx::mbarrier_arrive_expect_tx(barrier, 2 * Rows::kBytes);
-                load_given<Rows>(s_k, call.map_k, c, c.key_head, barrier), load_given<Rows>(s_q, call.map_q, c, c.key_head, barrier);
+                load_given<Rows>(s_k, call.map_k, c, c.key_head, barrier),
+                    load_given<Rows>(s_q, call.map_q, c, c.key_head, barrier);
             }
         } else {
             load_rows<Rows>(s_k, call.p().k, c, c.key_head, 0, thread, kPrepareThreads);
@@ -163,7 +164,8 @@ struct Prepare {
         // 0 right of the diagonal's 16 x 16 block, half a row of a block a lane.
         for (int block = warp + 1; block < 4; block++) {
             const uint32_t at = Square::offset(16 * warp + lane / 2, 16 * block + lane % 2 * 8);
-            ptx::st_shared_v4_u32(s_pairs + at, make_uint4(0, 0, 0, 0)), ptx::st_shared_v4_u32(s_solve + at, make_uint4(0, 0, 0, 0));
+            ptx::st_shared_v4_u32(s_pairs + at, make_uint4(0, 0, 0, 0)),
+                ptx::st_shared_v4_u32(s_solve + at, make_uint4(0, 0, 0, 0));
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -201,7 +203,8 @@ struct Prepare {
             for (int e = 0; e < 4; e++) {
                 const int i = row + e / 2 * 8, j = 8 * n + 2 * q + e % 2;
                 if (j >= i) continue;
-                float match = fading(smem.log2[i], smem.log2[j]) * smem.norm_k[i] * smem.norm_k[j] * kk[4 * n + e] * smem.beta[j];
+                float match =
+                    fading(smem.log2[i], smem.log2[j]) * smem.norm_k[i] * smem.norm_k[j] * kk[4 * n + e] * smem.beta[j];
 #pragma unroll
                 for (int power = 1; power < 32; power *= 2) match *= match;
                 sum[e / 2] += match;
@@ -219,8 +222,8 @@ struct Prepare {
         for (int half = 0; half < 2; half++) {
             const int i = first + g + 8 * half;
             const float own = smem.log2[i];
-            ptx::st_shared_u32(s_solve + Square::offset(i, j), ptx::cvt_rn_x2<T>(-fading(own, other.x) * x[2 * half],
-                                                                                -fading(own, other.y) * x[2 * half + 1]));
+            ptx::st_shared_u32(s_solve + Square::offset(i, j),
+                               ptx::cvt_rn_x2<T>(-fading(own, other.x) * x[2 * half], -fading(own, other.y) * x[2 * half + 1]));
         }
         return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
     }
@@ -279,8 +282,8 @@ struct Prepare {
 
     // sum -= A beta B: rows `first` and columns `inner` (16 each) of A, beta from `token` on, rows `inner` of B and kCount times 8 columns.
     template <int kCount>
-    __device__ __forceinline__ void subtract(float (&sum)[kCount][4], const Block &a, int first, int inner, int token, const Block &b,
-                                             int column) const {
+    __device__ __forceinline__ void subtract(float (&sum)[kCount][4], const Block &a, int first, int inner, int token,
+                                             const Block &b, int column) const {
         uint32_t high[4], low[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {

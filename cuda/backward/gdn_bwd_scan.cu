@@ -90,14 +90,14 @@ struct Scan {
                 const auto copy_key = [&](char *to, const CUtensorMap &map, uint16_t *tiles) {
                     if (!call.as_given(c)) return copy(to, tile_of<Rows>(tiles, key), Rows::kBytes);
                     if (parts == 1) return load_given<Rows>(ptx::shared_address(to), map, c, key_head, full);
-                    ptx::cp_async_bulk_tensor_4d_load_multicast(
-                        ptx::shared_address(to) + part * Rows::kPanelStrideBytes, &map, full, 64 * part,
-                        static_cast<int32_t>(c.key_head), static_cast<int32_t>(c.token), static_cast<int32_t>(c.b),
-                        static_cast<uint16_t>((1 << parts) - 1));
+                    ptx::cp_async_bulk_tensor_4d_load_multicast(ptx::shared_address(to) + part * Rows::kPanelStrideBytes, &map,
+                                                                full, 64 * part, static_cast<int32_t>(c.key_head),
+                                                                static_cast<int32_t>(c.token), static_cast<int32_t>(c.b),
+                                                                static_cast<uint16_t>((1 << parts) - 1));
                 };
                 const int tiles = job.reverse ? 2 : 1;
-                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) +
-                                                         (call.as_given(c) ? Half::kBytes : 0));
+                ptx::mbarrier_arrive_expect_tx(
+                    full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) + (call.as_given(c) ? Half::kBytes : 0));
                 copy_key(stage.k, call.map_k, call.k);
                 copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
@@ -106,8 +106,8 @@ struct Scan {
                     copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
                 }
                 if (call.as_given(c))
-                    ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v, full,
-                                                      job.item.v_cta, job.item.head, static_cast<int32_t>(c.token),
+                    ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v,
+                                                      full, job.item.v_cta, job.item.head, static_cast<int32_t>(c.token),
                                                       static_cast<int32_t>(c.b));
             }
             if (!call.as_given(c))
@@ -157,8 +157,7 @@ struct Scan {
         const int lane = opaque_lane(), warp = threadIdx.x / 32;
         const uint32_t tile = ptx::shared_address(smem.state[place]);
 #pragma unroll
-        for (int s = 0; s < kSteps; s++)
-            ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
+        for (int s = 0; s < kSteps; s++) ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
     }
     // A place of what is on its way out: full, then free again. Named barriers between the computing warps and the one that stores:
     // they are no loops, so products may be under way.

@@ -35,7 +35,8 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
     float rows[2][8], columns[2][8];
     for (int k = 0; k < 8; k++)
         for (int i = 0; i < 2; i++) {
-            const float low = __shfl_sync(~0u, value(a[i]), 4 * g + k % 4), high = __shfl_sync(~0u, value(a[2 + i]), 4 * g + k % 4);
+            const float low = __shfl_sync(~0u, value(a[i]), 4 * g + k % 4),
+                        high = __shfl_sync(~0u, value(a[2 + i]), 4 * g + k % 4);
             rows[i][k] = k < 4 ? low : high;
             const float first = __shfl_sync(~0u, value(b0), 4 * (2 * q + i) + k % 4),
                         second = __shfl_sync(~0u, value(b1), 4 * (2 * q + i) + k % 4);
@@ -47,11 +48,11 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
 inline void cp_async_mbarrier_arrive_noinc(uint32_t b) { mbarrier_arrive(b); }
 }  // namespace linattn::ptx
 using std::min;
-#include "common/tensor_map.h"
 #include "backward/gdn_bwd.cu"
 #include "backward/gdn_bwd_gradients.cu"
 #include "backward/gdn_bwd_prepare.cu"
 #include "backward/gdn_bwd_scan.cu"
+#include "common/tensor_map.h"
 
 namespace linattn::cuda {
 uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w) {
