@@ -105,8 +105,10 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __
             if (left_out(call, c.n, c.head)) continue;
             bool first = true;  // of the key head's flagged ones
             for (int64_t head = c.key_head * (p.HV / p.H); head < c.head; ++head) first = first && left_out(call, c.n, head);
-            for (int t = warp; t < c.length; t += kWarps)
-                prepare_row<D, kKda>(call, c.b, c.token + t, c.head, first ? c.key_head : -1);
+            const int64_t key_head = first ? c.key_head : -1;
+#pragma unroll 1
+            for (int64_t t = c.token + warp; t < c.token + c.length; t += kWarps)
+                prepare_row<D, kKda>(call, c.b, t, c.head, key_head);
         }
         return;
     }
