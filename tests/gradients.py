@@ -23,6 +23,7 @@ HALF_PRODUCTS = 1e-2
 HALF_PRODUCTS_OF_TERMS = 5e-2
 SUMS = ("dq", "dk", "dg", "dbeta", "dA_log", "ddt_bias")
 LONG = 128  # tokens from which a sequence's numbers are many enough to be measured by themselves
+FEW_TOKENS = 16  # sequences up to which every path goes token by token, so that all of it is held to the target
 SMALLEST = 1.2e-38  # of fp32: what is below counts as zero
 # gradient -> the input it belongs to
 OF = {
@@ -120,13 +121,16 @@ def fault_of(case, inputs, name, got, want, dtype, path, **options):
     if error <= limit:
         return None
     expected_miss = False
-    if not cases.is_token_loop(path) and name in SUMS and np.isfinite(got).all():
-        if case.gates == "usual" and "gate" not in case.keywords and name in PER_TOKEN:
+    few = max(case.lengths) <= FEW_TOKENS
+    if not cases.is_token_loop(path) and not few and name in SUMS and np.isfinite(got).all():
+        if name in PER_TOKEN:
+            usual = case.gates == "usual" and "gate" not in case.keywords
             for b, first, end in case.spans:
-                for j in range(want.shape[2] if end - first >= LONG else 0):
+                held = end - first <= FEW_TOKENS or (usual and end - first >= LONG)
+                for j in range(want.shape[2] if held and end > first else 0):
                     error = cases.relative_rms(got[b, first:end, j], want[b, first:end, j])
                     if not error <= limit:
-                        text = f"relative RMS error {error:.2e} of a long sequence, head {j}"
+                        text = f"relative RMS error {error:.2e} of {end - first} tokens, head {j}"
                         return f"{name}: {text}, allowed {limit:.0e}", False
         # Errors and sizes as they are, so that relative_rms divides the one by the other.
         size = np.maximum(np.abs(want), size_of_terms(case, inputs, name, **options))

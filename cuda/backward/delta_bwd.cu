@@ -60,41 +60,61 @@ __device__ __forceinline__ float inverse_norm(const float (&x)[kCount]) {
     return 1.0f / sqrtf(sum_over<32>(squares) + 1e-6f);
 }
 
-// A warp takes one token and head: rows of q and k for h < H, decays and beta for all HV.
+// By a warp, of a token and value head: decays and beta; and of a key head, unless it is negative: rows of q and k.
 template <int D, bool kKda>
-__global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __grid_constant__ BwdCall call) {
+__device__ __forceinline__ void prepare_row(const BwdCall &call, int64_t b, int64_t t, int64_t head, int64_t key_head) {
     const BwdParams &p = call.p;
     constexpr int kCount = D / 32;
     const int lane = threadIdx.x % 32;
-    const int64_t step = int64_t{gridDim.x} * (kRowThreads / 32);
-    if (nothing_flagged(call)) return;
-    for (int64_t i = int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32; i < p.B * p.T * p.HV; i += step) {
-        const int64_t row = i / p.HV, head = i % p.HV, b = row / p.T, t = row % p.T;
-        if (!is_token(p, t)) continue;
-        if (head < p.H) {
-            const auto take = [&](const Tensor &from, float *to) {
-                float x[kCount];
+    const int64_t row = b * p.T + t, i = row * p.HV + head;
+    if (key_head >= 0) {
+        const auto take = [&](const Tensor &from, float *to) {
+            float x[kCount];
 #pragma unroll
-                for (int c = 0; c < kCount; ++c) x[c] = load_float(from, element(from, b, t, head, lane + 32 * c));
-                const float factor = p.qk_l2norm ? inverse_norm(x) : 1.0f;
+            for (int c = 0; c < kCount; ++c) x[c] = load_float(from, element(from, b, t, key_head, lane + 32 * c));
+            const float factor = p.qk_l2norm ? inverse_norm(x) : 1.0f;
 #pragma unroll
-                for (int c = 0; c < kCount; ++c) to[(row * p.H + head) * D + lane + 32 * c] = x[c] * factor;
-            };
-            take(p.q, call.w.q);
-            take(p.k, call.w.k);
-        }
-        const float amplitude = amplitude_of(p, head);
-        const auto decay = [&](int channel) {
-            return expf(log_decay(p, gate_input(p, element(p.g, b, t, head, kKda ? channel : 0), head, channel), amplitude));
+            for (int c = 0; c < kCount; ++c) to[(row * p.H + key_head) * D + lane + 32 * c] = x[c] * factor;
         };
-        if constexpr (kKda) {
+        take(p.q, call.w.q);
+        take(p.k, call.w.k);
+    }
+    const float amplitude = amplitude_of(p, head);
+    const auto decay = [&](int channel) {
+        return expf(log_decay(p, gate_input(p, element(p.g, b, t, head, kKda ? channel : 0), head, channel), amplitude));
+    };
+    if constexpr (kKda) {
 #pragma unroll
-            for (int c = 0; c < kCount; ++c) call.w.decay[i * D + lane + 32 * c] = decay(lane + 32 * c);
-        } else if (lane == 0) {
-            call.w.decay[i] = decay(0);
+        for (int c = 0; c < kCount; ++c) call.w.decay[i * D + lane + 32 * c] = decay(lane + 32 * c);
+    } else if (lane == 0) {
+        call.w.decay[i] = decay(0);
+    }
+    if (lane == 0) call.w.beta[i] = beta_of(p, load_float(p.beta, element(p.beta, b, t, head)));
+}
+
+// A warp takes one token and head. With flags: those of the flagged sequences and heads, a CTA a chunk and head.
+template <int D, bool kKda>
+__global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __grid_constant__ BwdCall call) {
+    const BwdParams &p = call.p;
+    constexpr int kWarps = kRowThreads / 32;
+    const int warp = threadIdx.x / 32;
+    if (nothing_flagged(call)) return;
+    if (call.w.flags) {
+        for (int64_t i = blockIdx.x; i < call.w.chunk_start[p.N] * p.HV; i += gridDim.x) {
+            const Chunk c = find_chunk(p, call.w.chunk_start, i / p.HV, i % p.HV);
+            if (left_out(call, c.n, c.head)) continue;
+            bool first = true;  // of the key head's flagged ones
+            for (int64_t head = c.key_head * (p.HV / p.H); head < c.head; ++head) first = first && left_out(call, c.n, head);
+            const int64_t key_head = first ? c.key_head : -1;
+#pragma unroll 1
+            for (int64_t t = c.token + warp; t < c.token + c.length; t += kWarps)
+                prepare_row<D, kKda>(call, c.b, t, c.head, key_head);
         }
-        if (lane != 0) continue;
-        call.w.beta[i] = beta_of(p, load_float(p.beta, element(p.beta, b, t, head)));
+        return;
+    }
+    for (int64_t i = int64_t{blockIdx.x} * kWarps + warp; i < p.B * p.T * p.HV; i += int64_t{gridDim.x} * kWarps) {
+        const int64_t row = i / p.HV, head = i % p.HV, b = row / p.T, t = row % p.T;
+        if (is_token(p, t)) prepare_row<D, kKda>(call, b, t, head, head < p.H ? head : -1);
     }
 }
 

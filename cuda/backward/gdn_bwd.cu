@@ -8,6 +8,7 @@
 #include "gdn_bwd.h"
 
 #include "common/device_guard.h"
+#include "common/tensor_map.h"
 #include "gdn_bwd.cuh"
 
 namespace linattn::cuda {
@@ -35,6 +36,26 @@ bool in_units(const Tensor &t) {
            reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
+// Can TMA address a [B, T, heads, D] array?
+bool tma_takes(const BwdParams &p, const Tensor &t, int64_t heads) {
+    const int64_t size[3] = {p.B, p.T, heads};
+    for (int axis = 0; axis < 3; axis++)
+        if (size[axis] < 1 || (size[axis] > 1 && (t.stride[axis] <= 0 || t.stride[axis] >= int64_t{1} << 39))) return false;
+    return true;
+}
+
+CUtensorMap map_of(const BwdParams &p, const char *name, const Tensor &t, int64_t heads) {
+    return make_tensor_map(name, t.data, t.dtype,
+                           {{p.K, 1, 64}, {heads, t.stride[2], 1}, {p.T, t.stride[1], kC}, {p.B, t.stride[0], 1}}, 128);
+}
+
+void make_maps(const BwdParams &p, Call &call) {
+    call.tma = tma_takes(p, p.q, p.H) && tma_takes(p, p.k, p.H) && tma_takes(p, p.v, p.HV) && tma_takes(p, p.d_o, p.HV);
+    if (!call.tma) return;
+    call.map_q = map_of(p, "q", p.q, p.H), call.map_k = map_of(p, "k", p.k, p.H);
+    call.map_v = map_of(p, "v", p.v, p.HV), call.map_do = map_of(p, "d_o", p.d_o, p.HV);
+}
+
 }  // namespace gdn_bwd
 
 bool gdn_bwd_chunked_fits(const BwdParams &p) {
@@ -53,6 +74,7 @@ void launch_gdn_bwd_chunked(const BwdParams &p, int multiprocessors) {
     gdn_bwd::Call call = {};
     call.exact.p = p;
     call.multiprocessors = multiprocessors;
+    gdn_bwd::make_maps(p, call);
     gdn_bwd::cut(p, reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call);
     launch_delta_bwd_plan(call.exact);
     gdn_bwd::launch_prepare(call);

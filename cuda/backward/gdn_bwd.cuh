@@ -20,6 +20,9 @@ namespace linattn::cuda::gdn_bwd {
 using delta_bwd::Chunk;
 
 constexpr int kC = kBwdChunk;  // tokens
+// Gradients of sequences so short are a few dot products, whose terms must not be rounded: the kernels in float do them. A rule of
+// the length alone, so that no bits depend on what a sequence is packed with.
+constexpr int kFewTokens = 16;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLeastLog2Decay =
     -128.0f;  // of a token: 2^-128 is 0 in fp32 as ex2 has it, and no difference of infinities arises
@@ -49,14 +52,16 @@ struct alignas(16) Factors {
 static_assert(sizeof(Factors) % 32 == 0, "half of it is a bulk copy");
 
 struct Call {
-    BwdCall exact;  // arguments, and the workspace of the kernels in float
-    // Tiles of each chunk and key head, and of each chunk and value head.
+    CUtensorMap map_q, map_k, map_v, map_do;  // the caller's arrays, where TMA takes them
+    BwdCall exact;                            // arguments, and the workspace of the kernels in float
+    // Tiles of each chunk and key head, of those chunks alone that TMA does not load; and of each chunk and value head.
     uint16_t *q, *k;
     uint16_t *solve;   // -X: X = 2^(G_i - G_j) of L (1 + beta L)^-1, L_ij = k_i . k_j below the diagonal
-    uint16_t *pairs;   // P (1 + beta L)^-1 with decays
+    uint16_t *pairs;   // P
     uint16_t *e, *dr;  // e = v - P^T k; dr = du of delta_bwd.cu
     Factors *factors;
     int multiprocessors;
+    bool tma;  // it takes all four
 
     __device__ __forceinline__ const BwdParams &p() const { return exact.p; }
     __device__ __forceinline__ int64_t of_key(int64_t chunk, int64_t head) const { return chunk * exact.p.H + head; }
@@ -66,6 +71,8 @@ struct Call {
     __device__ __forceinline__ void flag(int64_t n, int64_t head) const {
         exact.w.flags[n * exact.p.HV + head] = 1, exact.w.flags[exact.p.N * exact.p.HV] = 1;
     }
+    // Are a chunk's q, k, v and do loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
+    __device__ __forceinline__ bool as_given(const Chunk &c) const { return tma && c.length == kC; }
     // Of S before the chunk, or of D after it, in the first half of the slot of the kernels in float.
     template <class C>
     __device__ __forceinline__ char *state(float *of, int64_t value) const {
@@ -73,9 +80,24 @@ struct Call {
     }
 };
 
+// Is the chunk all of a sequence of few tokens? A first chunk that is not full is a whole sequence.
+__device__ __forceinline__ bool is_few(const Call &call, const Chunk &c) {
+    return c.length <= kFewTokens && c.index == call.exact.w.chunk_start[c.n];
+}
+
 template <class Tile>
 __device__ __forceinline__ char *tile_of(uint16_t *tiles, int64_t index) {
     return reinterpret_cast<char *>(tiles) + index * Tile::kBytes;
+}
+
+// A tile of the caller's array, by one thread.
+template <class Tile>
+__device__ __forceinline__ void load_given(uint32_t to, const CUtensorMap &map, const Chunk &c, int64_t head,
+                                           uint32_t barrier) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; panel++)
+        ptx::cp_async_bulk_tensor_4d_load(to + panel * Tile::kPanelStrideBytes, &map, barrier, panel * Tile::kPanelCols,
+                                          static_cast<int32_t>(head), static_cast<int32_t>(c.token), static_cast<int32_t>(c.b));
 }
 
 // Copies columns column .. of the chunk's rows of a caller's array into a tile, rows past the end 0, by `threads` threads. Lands
@@ -91,6 +113,22 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const Tensor &t, const 
         const bool inside = row < c.length;
         ptx::cp_async_16_zfill(tile + Tile::offset(row, unit), from + (inside ? row * t.stride[1] + unit : 0), inside ? 16 : 0);
     }
+}
+
+// d (+)= A B of two tiles at these low halves of descriptors.
+template <class T, ptx::Major kA, class TileA, ptx::Major kB, class TileB, int kSteps, int kCount>
+__device__ __forceinline__ void issue_ss(float (&d)[kCount], uint32_t a, uint32_t b, bool accumulate) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+        const uint32_t of_a = (kA == ptx::Major::K ? TileA::offset(0, 16 * s) : TileA::offset(16 * s, 0)) >> 4;
+        const uint32_t of_b = (kB == ptx::Major::K ? TileB::offset(0, 16 * s) : TileB::offset(16 * s, 0)) >> 4;
+        ptx::wgmma_ss<T, kA, kB>(
+            d, ptx::wgmma_descriptor(a + of_a, kA == ptx::Major::K ? TileA::k_major_high() : TileA::mn_major_high()),
+            ptx::wgmma_descriptor(b + of_b, kB == ptx::Major::K ? TileB::k_major_high() : TileB::mn_major_high()),
+            s > 0 || accumulate);
+    }
+    ptx::wgmma_commit_group();
 }
 
 // The largest exponent of the halves packed in a word, as a bit pattern: 0x7c00 is an infinity or NaN of fp16. bf16 has the

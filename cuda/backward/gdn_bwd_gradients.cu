@@ -12,85 +12,119 @@
 // Every term of dg_t has the decay of t as a factor, so a steep gate gets a small gradient and nothing cancels that has not to.
 //
 // Roles: a warpgroup per 64 channels of K multiplies. Per value head: do e^T (first warpgroup), dr e^T (last); S do, S dr; D e; then
-// the products with P' and M. One more warpgroup loads, writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products:
-// when all tiles of a head have been read it asks for the next head's, also those of the next chunk, and only then sums up dg.
-// Shared memory at D = 128: q, k 32 KB, do, e, dr 48, S, D 64, P', M 16, H 34, factors and sums 9: one CTA an SM.
-// Registers: 104 beside 2 x 200; q . k or k . k 32, dq', dk' 64, sums of products 64.
+// the products with P' and M. One more warpgroup writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products. One more
+// warp loads: do, e and dr of the next head beside this one's; S, D, q and k as soon as those before have been read.
+// Shared memory at D = 128: q, k 32 KB, do, e, dr 2 x 48, S, D 64, P', M 16, factors and sums 12: one CTA an SM.
+// Registers: 2 x 200 + 56 + 56; q . k or k . k 32, dq', dk' 64, sums of products 64.
 #include "common/launch.h"
 #include "gdn_bwd_gradients.cuh"
 
 namespace linattn::cuda::gdn_bwd {
 
-template <class T, ptx::Major kA, class TileA, ptx::Major kB, class TileB, int kSteps, int kCount>
-__device__ __forceinline__ void issue_ss(float (&d)[kCount], uint32_t a, uint32_t b, bool accumulate) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-        const uint32_t of_a = (kA == ptx::Major::K ? TileA::offset(0, 16 * s) : TileA::offset(16 * s, 0)) >> 4;
-        const uint32_t of_b = (kB == ptx::Major::K ? TileB::offset(0, 16 * s) : TileB::offset(16 * s, 0)) >> 4;
-        ptx::wgmma_ss<T, kA, kB>(
-            d, ptx::wgmma_descriptor(a + of_a, kA == ptx::Major::K ? TileA::k_major_high() : TileA::mn_major_high()),
-            ptx::wgmma_descriptor(b + of_b, kB == ptx::Major::K ? TileB::k_major_high() : TileB::mn_major_high()),
-            s > 0 || accumulate);
-    }
-    ptx::wgmma_commit_group();
-}
-
 template <class C>
 struct Gradients : GradientsParts<C> {
     using Parts = GradientsParts<C>;
-    using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::barrier;
-    using Parts::D, Parts::kMultiply, Parts::kThreads, Parts::kK, Parts::kMN, Parts::multipliers, Parts::fetch_key;
+    using Parts::call, Parts::smem, Parts::group, Parts::warp, Parts::lane, Parts::q, Parts::row, Parts::heads;
+    using Parts::D, Parts::kMultiply, Parts::kThreads, Parts::kK, Parts::kMN, Parts::multipliers;
+    using Parts::key_ring, Parts::tokens_ring, Parts::state_ring, Parts::grad_ring, Parts::sums_ring;
     using Parts::s_q, Parts::s_k, Parts::s_do, Parts::s_e, Parts::s_dr, Parts::s_state, Parts::s_grad, Parts::s_pairs,
         Parts::s_erase;
     using typename Parts::Rows, typename Parts::Square, typename Parts::State, typename Parts::T;
 
-    // P' (of_q) or M and its part of H, from do e^T or dr e^T and q k^T or k k^T.
+    // P' (of_q) or M from do e^T or dr e^T, and what its part of H, with q k^T or k k^T, gives to dg: sums over the warp's rows.
+    // Sums over columns before t are products with ones, of H in tf32: the ones are exact, and each sum is as good as its terms.
     __device__ __forceinline__ void scale_pairs(bool of_q, const float (&x)[32], const float (&similar)[32], const Factors &f,
-                                                float (*h)[kPitchH]) const {
+                                                float (*sums)[kC]) const {
         const uint32_t tile = of_q ? s_pairs : s_erase;
+        const int g = lane / 4;
+        constexpr uint32_t kOne = 0x3f800000u;
+        // Column 2q of a block of eight takes the place of q in the product, 2q + 1 that of q + 4. Is it before column g?
+        const uint32_t even = 2 * q < g ? kOne : 0, odd = 2 * q + 1 < g ? kOne : 0;
+        const float own[2] = {of_q ? f.pair_q[row] : -f.pair_k[row], of_q ? f.pair_q[row + 8] : -f.pair_k[row + 8]};
+        const float sum[2] = {f.log2[row], f.log2[row + 8]};
+        float before[4] = {}, column[8][2];  // of all columns so far, for any t; sums for t = 8 n + 2 q, + 1
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = row + 8 * half;
-            const float own = of_q ? f.pair_q[i] : -f.pair_k[i], sum = f.log2[i];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                if (n > 2 * warp + 1) continue;
-                const int j = 8 * n + 2 * q;
-                const float2 log2 = *reinterpret_cast<const float2 *>(&f.log2[j]),
-                             other = *reinterpret_cast<const float2 *>(&f.pair_k[j]);
-                float y[2];
-                y[0] = own * other.x * ptx::ex2_approx_ftz(fminf(sum - log2.x, 0.0f)) * x[4 * n + 2 * half];
-                y[1] = own * other.y * ptx::ex2_approx_ftz(fminf(sum - log2.y, 0.0f)) * x[4 * n + 2 * half + 1];
-                float2 product = make_float2(y[0] * similar[4 * n + 2 * half], y[1] * similar[4 * n + 2 * half + 1]);
-                if (n >= 2 * warp) {  // at the diagonal
-                    if (j >= i) product.x = 0.0f;
-                    if (j + 1 >= i) product.y = 0.0f;
-                    if (j > i || (!of_q && j == i)) y[0] = 0.0f;
-                    if (j + 1 > i || (!of_q && j + 1 == i)) y[1] = 0.0f;
-                }
-                if constexpr (!ptx::kIsBf16<T>)
-                    y[0] = fminf(fmaxf(y[0], -65504.0f), 65504.0f), y[1] = fminf(fmaxf(y[1], -65504.0f), 65504.0f);
-                *reinterpret_cast<float2 *>(&h[i][j]) = product;
-                ptx::st_shared_u32(tile + Square::offset(i, j), ptx::cvt_rn_x2<T>(y[0], y[1]));
+        for (int n = 0; n < 8; n++) {
+            if (n > 2 * warp + 1) {
+                column[n][0] = column[n][1] = 0.0f;
+                continue;
             }
+            const int j = 8 * n + 2 * q;
+            const float2 log2 = *reinterpret_cast<const float2 *>(&f.log2[j]),
+                         other = *reinterpret_cast<const float2 *>(&f.pair_k[j]);
+            float y[2][2], h[2][2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float a = ptx::ex2_approx_ftz(fminf(sum[half] - log2.x, 0.0f)),
+                            b = ptx::ex2_approx_ftz(fminf(sum[half] - log2.y, 0.0f));
+                y[half][0] = own[half] * other.x * a * x[4 * n + 2 * half];
+                y[half][1] = own[half] * other.y * b * x[4 * n + 2 * half + 1];
+                h[half][0] = y[half][0] * similar[4 * n + 2 * half], h[half][1] = y[half][1] * similar[4 * n + 2 * half + 1];
+            }
+            if (n >= 2 * warp) {  // at the diagonal
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int apart = row + 8 * half - (j + e);
+                        if (apart <= 0) h[half][e] = 0.0f;
+                        if (apart < 0 || (!of_q && apart == 0)) y[half][e] = 0.0f;
+                    }
+            }
+            uint32_t terms[4];  // rounded to nearest, ties away
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if constexpr (!ptx::kIsBf16<T>)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) y[half][e] = fminf(fmaxf(y[half][e], -65504.0f), 65504.0f);
+                ptx::st_shared_u32(tile + Square::offset(row + 8 * half, j), ptx::cvt_rn_x2<T>(y[half][0], y[half][1]));
+                terms[half] = __float_as_uint(h[half][0]) + 0x1000u, terms[2 + half] = __float_as_uint(h[half][1]) + 0x1000u;
+            }
+            float here[4] = {before[0], before[1], before[2], before[3]};
+            ptx::mma_m16n8k8_tf32(here, terms, even, odd);
+            ptx::mma_m16n8k8_tf32(before, terms, kOne, kOne);
+            if (n >= 2 * warp) {  // t beyond row i has no part in it
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (j + e % 2 > row + e / 2 * 8) here[e] = 0.0f;
+            }
+            column[n][0] = here[0] + here[2], column[n][1] = here[1] + here[3];
         }
+        // Over the eight rows of a lane's column: each step leaves a lane half of the columns, the last those of n = g.
+#pragma unroll
+        for (int step = 4; step > 0; step /= 2)
+#pragma unroll
+            for (int n = 0; n < step; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const bool up = g & step;
+                    const float other = __shfl_xor_sync(~0u, up ? column[n][e] : column[n + step][e], 4 * step);
+                    column[n][e] = (up ? column[n + step][e] : column[n][e]) + other;
+                }
+        *reinterpret_cast<float2 *>(&sums[warp][2 * lane]) = make_float2(column[0][0], column[0][1]);
     }
 
-    // sum += f x, rows; returns (adds to `dots`) the rows' dot products of f x with the tile's channels.
+    // f(element of the thread's fragments 16 x 16 n, that of a tile's rows and columns of the warpgroup) in pairs.
+    template <class F>
+    __device__ __forceinline__ void each_pair(uint32_t tile, F f) const {
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            uint32_t word[4];
+            ptx::ldmatrix_x4(word, tile + Rows::block16_offset(16 * warp, 64 * group + 16 * block, lane));
+#pragma unroll
+            for (int i = 0; i < 4; i++) f(8 * block + i / 2 * 4 + i % 2 * 2, i % 2, unpack(T{}, word[i]));
+        }
+    }
+    // sum += f x, rows; adds to `dots` the rows' dot products of f x with the tile's channels.
     __device__ __forceinline__ void add_scaled(float (&sum)[32], const float (&x)[32], const float *factor, uint32_t tile,
                                                float (&dots)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float f = factor[row + 8 * half];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float2 other = load_pair<T, Rows>(tile, row + 8 * half, 64 * group + 8 * n + 2 * q);
-                const float a = f * x[4 * n + 2 * half], b = f * x[4 * n + 2 * half + 1];
-                sum[4 * n + 2 * half] += a, sum[4 * n + 2 * half + 1] += b;
-                dots[half] = fmaf(a, other.x, fmaf(b, other.y, dots[half]));
-            }
-        }
+        const float f[2] = {factor[row], factor[row + 8]};
+        float own[2] = {};
+        each_pair(tile, [&](int i, int half, float2 other) {
+            sum[i] = fmaf(f[half], x[i], sum[i]), sum[i + 1] = fmaf(f[half], x[i + 1], sum[i + 1]);
+            own[half] = fmaf(x[i], other.x, fmaf(x[i + 1], other.y, own[half]));
+        });
+        dots[0] = fmaf(f[0], own[0], dots[0]), dots[1] = fmaf(f[1], own[1], dots[1]);
     }
     __device__ __forceinline__ void put_rows(float *to, const float (&x)[2]) const {
 #pragma unroll
@@ -100,46 +134,51 @@ struct Gradients : GradientsParts<C> {
         }
     }
 
-    // One value head: adds to dq' and dk'. first: there was no head before whose sums may still be read.
-    __device__ __forceinline__ void value_head(const Factors &f, uint32_t phase, bool first, const float (&similar)[32],
-                                               float (&dq)[32], float (&dk)[32]) const {
+    // One value head: adds to dq' and dk'.
+    __device__ __forceinline__ void value_head(const RingState<2> &at, const RingState<1> &states, const RingState<2> &sums_at,
+                                               const float (&similar)[32], float (&dq)[32], float (&dk)[32]) const {
         float x[32], y[32], c_dots[2] = {}, after[2] = {};
-        ptx::mbarrier_wait_parity(barrier(kTilesOfTokens), phase);
-        ptx::fence_proxy_async_shared_cta();  // do came by ordinary copies
-        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do : s_dr, 0, 0),
-                                                Rows::k_major_low(s_e, 0, 0), false);
+        const int place = at.stage;
+        const Factors &f = smem.f[place];
+        typename GradientsSmem<C>::Sums &sums = smem.sums[sums_at.stage];
+        ptx::fence_proxy_async_shared_cta();  // do may have come by ordinary copies
+        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
+                                                Rows::k_major_low(s_e(place), 0, 0), false);
         if (C::kHalves == 1)
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr, 0, 0), Rows::k_major_low(s_e, 0, 0), false);
-        if (!first)
-            ptx::bar_sync(kSumsRead, kThreads);
-        else
-            multipliers();
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0),
+                                                    Rows::k_major_low(s_e(place), 0, 0), false);
+        multipliers();  // P' and M of the head before are read
+        sums_ring.wait_empty(sums_at);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x), ptx::register_fence(y);
-        scale_pairs(group == 0, x, similar, f, smem.h[group]);
+        scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
         if (C::kHalves == 1) {
             float own[32];
             key_similarities(own);
-            scale_pairs(false, y, own, f, smem.h[1]);
+            scale_pairs(false, y, own, f, sums.pairs[1]);
         }
-        ptx::mbarrier_wait_parity(barrier(kTileOfState), phase);
+        state_ring.wait_full(states);
         const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do, 0, 0), state, false);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr, 0, 0), state, false);
-        ptx::mbarrier_wait_parity(barrier(kTileOfGrad), phase);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do(place), 0, 0), state, false);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), state, false);
+        grad_ring.wait_full(states);
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
         add_scaled(dq, x, f.query, s_q, c_dots);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(y), ptx::register_fence(x);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e, 0, 0), grad, false);
+        warp_arrive(state_ring.empty(0), lane);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e(place), 0, 0), grad, false);
         add_scaled(dk, y, f.erase, s_k, c_dots);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
+        warp_arrive(grad_ring.empty(0), lane);
         add_scaled(dk, x, f.write, s_k, after);
-        put_rows(smem.c[group], c_dots), put_rows(smem.after[group], after);
+        warp_arrive(tokens_ring.empty(place), lane);
+        put_rows(sums.c[group], c_dots), put_rows(sums.after[group], after);
+        warp_arrive(sums_ring.full(sums_at.stage), lane);
         ptx::fence_proxy_async_shared_cta();
-        ptx::barrier_sync(kTilesRead, kThreads);
+        multipliers();  // P' and M are written
         const uint32_t of_q = Rows::mn_major_low(s_q, 0, 64 * group), of_k = Rows::mn_major_low(s_k, 0, 64 * group);
         ptx::register_fence(dq), ptx::register_fence(dk);
         issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dq, Square::k_major_low(s_pairs, 0, 0), of_k, true);
@@ -173,125 +212,114 @@ struct Gradients : GradientsParts<C> {
     // y . dx' of the warpgroup's channels.
     __device__ __forceinline__ void dots(const float (&x)[32], uint32_t tile, const float *norm, float *to) const {
         float sum[2] = {};
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float2 other = load_pair<T, Rows>(tile, row + 8 * half, 64 * group + 8 * n + 2 * q);
-                sum[half] = fmaf(x[4 * n + 2 * half], other.x, fmaf(x[4 * n + 2 * half + 1], other.y, sum[half]));
-            }
-            sum[half] *= norm[row + 8 * half];
-        }
+        each_pair(tile,
+                  [&](int i, int half, float2 other) { sum[half] = fmaf(x[i], other.x, fmaf(x[i + 1], other.y, sum[half])); });
+        sum[0] *= norm[row], sum[1] *= norm[row + 8];
         put_rows(to, sum);
     }
-    // dx = dx' - y (y . dx'), to where q or k was.
-    __device__ __forceinline__ void project(const float (&x)[32], uint32_t tile, const float *norm, const float (*along)[2][kC],
-                                            int which) const {
-        const bool l2norm = call.p().qk_l2norm;
+    // dx = dx' - y (y . dx'), by way of where q or k was: a warp's rows and a warpgroup's channels are read and written by it alone.
+    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32], uint32_t tile,
+                                         const float *norm, int which) const {
+        float dot[2] = {};
+        if (call.p().qk_l2norm)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int t = row + 8 * half;
-            float dot = 0.0f;
-            if (l2norm) dot = norm[t] * (along[0][which][t] + (C::kHalves > 1 ? along[1][which][t] : 0.0f));
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const int column = 64 * group + 8 * n + 2 * q;
-                const float2 raw = load_pair<T, Rows>(tile, t, column);
-                ptx::st_shared_u32(tile + Rows::offset(t, column),
-                                   ptx::cvt_rn_x2<T>(x[4 * n + 2 * half] - dot * raw.x, x[4 * n + 2 * half + 1] - dot * raw.y));
+            for (int half = 0; half < 2; half++) {
+                const int i = row + 8 * half;
+                dot[half] = -norm[i] * (smem.along[0][which][i] + (C::kHalves > 1 ? smem.along[1][which][i] : 0.0f));
             }
+        uint32_t out[16];
+        each_pair(tile, [&](int i, int half, float2 raw) {
+            out[i / 2] = ptx::cvt_rn_x2<T>(fmaf(dot[half], raw.x, x[i]), fmaf(dot[half], raw.y, x[i + 1]));
+        });
+        __syncwarp();
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            const uint32_t word[4] = {out[4 * block], out[4 * block + 1], out[4 * block + 2], out[4 * block + 3]};
+            ptx::stmatrix_x4(tile + Rows::block16_offset(16 * warp, 64 * group + 16 * block, lane), word);
         }
-    }
-    __device__ __forceinline__ void store_rows(const Chunk &c, const Tensor &t, uint32_t tile) const {
-        constexpr int kUnits = D / 8;
-        uint16_t *const to = reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < kC * kUnits; i += kMultiply) {
-            const int token = i / kUnits, unit = i % kUnits * 8;
-            if (token < c.length)
-                *reinterpret_cast<uint4 *>(to + token * t.stride[1] + unit) =
-                    ptx::ld_shared_v4_u32(tile + Rows::offset(token, unit));
+        __syncwarp();
+        uint16_t *const to =
+            reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head, 64 * group + lane % 8 * 8);
+#pragma unroll
+        for (int first = 0; first < 16; first += 4) {
+            const int token = 16 * warp + first + lane / 8;
+            const uint4 row8 = ptx::ld_shared_v4_u32(tile + Rows::offset(token, 64 * group + lane % 8 * 8));
+            if (token < c.length) *reinterpret_cast<uint4 *>(to + token * t.stride[1]) = row8;
         }
     }
 
     __device__ __forceinline__ void multiply() const {
         const BwdParams &p = call.p();
         const int group_size = static_cast<int>(p.HV / p.H);
-        uint32_t phase_of_key = 0, phase = 0;
-        int place = 0;
-        bool first = true;
+        // Of value heads: all that were seen, and those not flagged; of key heads. Rings of two and of one stage go by them.
+        int seen = 0, done = 0;
+        uint32_t phase_of_key = 0;
+        const auto place = [](int count) { return RingState<2>{count % 2, static_cast<uint32_t>(count / 2 % 2)}; };
 #pragma unroll 1
-        for (int64_t i = blockIdx.x; i < call.chunks() * p.H; i += gridDim.x) {
-            Chunk c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, i / p.H, 0);
-            c.key_head = i % p.H;
-            fetch_key(c);
-            const Factors *const norms = call.factors + call.of_value(c.index, c.key_head * group_size);
-            if (threadIdx.x < kC) {
-                smem.norm[0][threadIdx.x] = norms->norm_q[threadIdx.x];
-                smem.norm[1][threadIdx.x] = norms->norm_k[threadIdx.x];
-            }
+        for (int all = heads(); seen < all;) {
             float similar[32], dq[32], dk[32];
 #pragma unroll
             for (int j = 0; j < 32; j++) dq[j] = dk[j] = 0.0f;
-            ptx::mbarrier_wait_parity(barrier(kTilesOfKey), phase_of_key);
-            phase_of_key ^= 1;
+            RingState<2> at = place(seen);
+            tokens_ring.wait_full(at);
+            if (threadIdx.x == 0) smem.chunk = smem.head[at.stage].chunk;
+            if (threadIdx.x < kC) {
+                smem.norm[0][threadIdx.x] = smem.f[at.stage].norm_q[threadIdx.x];
+                smem.norm[1][threadIdx.x] = smem.f[at.stage].norm_k[threadIdx.x];
+            }
+            ptx::mbarrier_wait_parity(key_ring.full(0), phase_of_key);
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
                                                     Rows::k_major_low(s_k, 0, 0), false);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(similar);
 #pragma unroll 1
-            for (int r = 0; r < group_size; r++) {
-                c.head = c.key_head * group_size + r;
-                if (call.flagged(c.n, c.head)) continue;
-                value_head(smem.f[place], phase, first, similar, dq, dk);
-                place ^= 1, phase ^= 1, first = false;
+            for (const int end = seen + group_size; seen < end; seen++) {
+                at = place(seen);
+                tokens_ring.wait_full(at);
+                if (smem.head[at.stage].flagged) {
+                    add_exact(smem.head[at.stage].chunk, dq, call.exact.w.dq, smem.f[at.stage].norm_q);
+                    add_exact(smem.head[at.stage].chunk, dk, call.exact.w.dk, smem.f[at.stage].norm_k);
+                    warp_arrive(tokens_ring.empty(at.stage), lane);
+                } else {
+                    value_head(at, RingState<1>{0, static_cast<uint32_t>(done % 2)}, place(done), similar, dq, dk);
+                    done++;
+                }
             }
-            for (int r = 0; r < group_size; r++) {
-                c.head = c.key_head * group_size + r;
-                if (!call.flagged(c.n, c.head)) continue;
-                multipliers();  // smem.norm
-                add_exact(c, dq, call.exact.w.dq, smem.norm[0]);
-                add_exact(c, dk, call.exact.w.dk, smem.norm[1]);
-            }
-            multipliers();  // smem.norm; q and k have been read
+            multipliers();  // norm and chunk are known; q and k have been read
+            const Chunk c = smem.chunk;
             if (p.qk_l2norm) {
                 dots(dq, s_q, smem.norm[0], smem.along[group][0]);
                 dots(dk, s_k, smem.norm[1], smem.along[group][1]);
                 multipliers();
             }
-            project(dq, s_q, smem.norm[0], smem.along, 0);
-            project(dk, s_k, smem.norm[1], smem.along, 1);
-            multipliers();
-            store_rows(c, p.dq, s_q);
-            store_rows(c, p.dk, s_k);
+            give(c, p.dq, dq, s_q, smem.norm[0], 0);
+            give(c, p.dk, dk, s_k, smem.norm[1], 1);
             ptx::fence_proxy_async_shared_cta();
-            multipliers();
+            warp_arrive(key_ring.empty(0), lane);
+            phase_of_key ^= 1;
+            multipliers();  // norm, chunk and along are read
         }
     }
 };
 
 template <class C>
-__global__ void __launch_bounds__(128 * C::kHalves + kHelpers, 1) gdn_bwd_gradients_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_kernel(const __grid_constant__ Call call) {
     extern __shared__ __align__(1024) char smem_bytes[];
     GradientsSmem<C> &smem = *reinterpret_cast<GradientsSmem<C> *>(smem_bytes);
     using G = Gradients<C>;
     const G own{{call, smem}};
-    if (threadIdx.x == 0) {
-        ptx::mbarrier_init(own.barrier(kTilesOfKey), 1);
-        ptx::mbarrier_init(own.barrier(kTilesOfTokens), 1 + kHelpers);
-        ptx::mbarrier_init(own.barrier(kTileOfState), 1);
-        ptx::mbarrier_init(own.barrier(kTileOfGrad), 1);
-        ptx::fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) own.init();
     for (int i = threadIdx.x; i < 2 * C::Square::kBytes / 4; i += G::kThreads) ptx::st_shared_u32(own.s_pairs + 4 * i, 0);
-    for (int i = threadIdx.x; i < 2 * kC * kPitchH; i += G::kThreads) smem.h[0][0][i] = 0.0f;
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
-    if (own.group == C::kHalves) {
-        if constexpr (C::kHalves > 1) ptx::setmaxnreg_dec<104>();
+    if (own.group > C::kHalves) {
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
+        if (own.warp == 0) own.load();
+    } else if (own.group == C::kHalves) {
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();
     } else {
-        if constexpr (C::kHalves > 1) ptx::setmaxnreg_inc<200>();
+        C::kHalves > 1 ? ptx::setmaxnreg_inc<200>() : ptx::setmaxnreg_inc<240>();
         own.multiply();
     }
 }

@@ -1,28 +1,40 @@
-// What both roles of gdn_bwd_gradients_kernel know, and the work of the helpers: tiles, dv, dbeta, dg. See gdn_bwd_gradients.cu.
+// What the roles of gdn_bwd_gradients_kernel know, and the work of the loader and of the helpers: tiles; dv, dbeta, dg. See
+// gdn_bwd_gradients.cu.
 #pragma once
 #include "gdn_bwd.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kHelpers = 128, kHalfC = kC / 2, kPitchH = kC + 4;
+constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders one warp works
 
 template <class C>
 struct alignas(1024) GradientsSmem {
     char q[C::Rows::kBytes], k[C::Rows::kBytes];  // last dq, dk on their way out
-    char d_o[C::Rows::kBytes], e[C::Rows::kBytes], dr[C::Rows::kBytes];
+    struct Tokens {
+        char d_o[C::Rows::kBytes], e[C::Rows::kBytes], dr[C::Rows::kBytes];
+    } tokens[2];  // of this value head, of the next
     char state[C::State::kBytes], grad[C::State::kBytes];
     char pairs[C::Square::kBytes], erase[C::Square::kBytes];  // P', M; 0 above the diagonal from the start
-    alignas(16) float h[2][kC][kPitchH];                      // H in two parts, above the diagonal 0; later sums of its rows
-    Factors f[2];                                             // of this value head, of the next
-    float c[2][kC], after[2][kC];                             // c_i, f_j, by warpgroup
-    float along[2][2][kC];                                    // y . dq', y . dk', by warpgroup
-    float dbeta[kC], sums[2][kC], norm[2][kC], product[4];    // sums: of A_log, of dt_bias; norm: 1 / |q|, 1 / |k|
-    alignas(8) char barriers[4 * 8];
+    Factors f[2];                                             // as tokens
+    struct Head {
+        Chunk chunk;  // with head
+        bool flagged;
+    } head[2];    // as tokens
+    Chunk chunk;  // of the key head, for the multipliers
+    struct Sums {
+        float pairs[2][4][kC];                       // of H, by its two parts and rows of a warp
+        float c[2][kC], after[2][kC];                // c_i, f_j, by warpgroup
+    } sums[2];                                       // from the multipliers to the helpers
+    float along[2][2][kC];                           // y . dq', y . dk', by warpgroup
+    float dbeta[2][kC], product[2][4], norm[2][kC];  // by place; by place; 1 / |q|, 1 / |k|
+    alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes],
+        state_ring[Ring<1>::kBytes], grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
 };
+static_assert(sizeof(GradientsSmem<Config<__half, 128>>) <= 227 * 1024, "fits");
 
-enum GradientsBarrier { kTilesOfKey, kTilesOfTokens, kTileOfState, kTileOfGrad };
-// Named barriers: the warpgroups that multiply; the helpers; all tiles of a head and H have been read and written; H has been read.
-enum GradientsMeeting { kMultipliers = 1, kHelpersOnly, kTilesRead, kSumsRead };
+// Named barriers: the warpgroups that multiply; the helpers.
+enum GradientsMeeting { kMultipliers = 1, kHelpersOnly };
 
 template <class C>
 struct GradientsParts {
@@ -30,53 +42,96 @@ struct GradientsParts {
     using Rows = typename C::Rows;
     using Square = typename C::Square;
     using State = typename C::State;
-    static constexpr int D = C::D, kMultiply = 128 * C::kHalves, kThreads = kMultiply + kHelpers;
+    static constexpr int D = C::D, kMultiply = 128 * C::kHalves, kThreads = kMultiply + kHelpers + kLoaders;
     static constexpr ptx::Major kK = ptx::Major::K, kMN = ptx::Major::MN;
     const Call &call;
     GradientsSmem<C> &smem;
     const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, q = lane % 4;
     const int row = 16 * warp + lane / 4;  // and row + 8: the thread's rows of all fragments
-    const uint32_t s_q = ptx::shared_address(smem.q), s_k = ptx::shared_address(smem.k), s_do = ptx::shared_address(smem.d_o),
-                   s_e = ptx::shared_address(smem.e), s_dr = ptx::shared_address(smem.dr),
+    const uint32_t s_q = ptx::shared_address(smem.q), s_k = ptx::shared_address(smem.k),
                    s_state = ptx::shared_address(smem.state), s_grad = ptx::shared_address(smem.grad),
                    s_pairs = ptx::shared_address(smem.pairs), s_erase = ptx::shared_address(smem.erase);
+    // Read by the multipliers and the helpers; key: by the former; sums: written by the former, read by one warp of the latter.
+    const Ring<1> key_ring{ptx::shared_address(smem.key_ring)};
+    const Ring<2> tokens_ring{ptx::shared_address(smem.tokens_ring)}, sums_ring{ptx::shared_address(smem.sums_ring)};
+    const Ring<1> state_ring{ptx::shared_address(smem.state_ring)}, grad_ring{ptx::shared_address(smem.grad_ring)};
 
-    __device__ __forceinline__ uint32_t barrier(GradientsBarrier b) const { return ptx::shared_address(smem.barriers) + 8 * b; }
+    __device__ __forceinline__ void init() const {
+        constexpr uint32_t kMultiplyArrivals = kMultiply / 32 * kWarpArrivals,
+                           kAll = (kMultiply + kHelpers) / 32 * kWarpArrivals;
+        key_ring.init(1, kMultiplyArrivals);
+        tokens_ring.init(1 + 32, kAll);
+        state_ring.init(1, kAll), grad_ring.init(1, kAll);
+        sums_ring.init(kMultiplyArrivals, kWarpArrivals);
+    }
+
+    __device__ __forceinline__ uint32_t s_do(int place) const { return ptx::shared_address(smem.tokens[place].d_o); }
+    __device__ __forceinline__ uint32_t s_e(int place) const { return ptx::shared_address(smem.tokens[place].e); }
+    __device__ __forceinline__ uint32_t s_dr(int place) const { return ptx::shared_address(smem.tokens[place].dr); }
+
     static __device__ __forceinline__ void copy(uint32_t to, const void *from, int bytes, uint32_t bar) {
         ptx::cp_async_bulk_load(to, from, static_cast<uint32_t>(bytes), bar);
     }
 
-    __device__ __forceinline__ void fetch_key(const Chunk &c) const {
-        if (threadIdx.x != 0) return;
-        const uint32_t bar = barrier(kTilesOfKey);
-        const int64_t at = call.of_key(c.index, c.key_head);
-        ptx::mbarrier_arrive_expect_tx(bar, 2 * Rows::kBytes);
-        copy(s_q, tile_of<Rows>(call.q, at), Rows::kBytes, bar);
-        copy(s_k, tile_of<Rows>(call.k, at), Rows::kBytes, bar);
-    }
-    // By the helpers.
-    __device__ __forceinline__ void fetch(const Chunk &c, int place) const {
-        const int64_t at = call.of_value(c.index, c.head);
-        const int thread = threadIdx.x % kHelpers;
-        if (thread == 0) {
-            const uint32_t tokens = barrier(kTilesOfTokens), state = barrier(kTileOfState), grad = barrier(kTileOfGrad);
-            ptx::mbarrier_arrive_expect_tx(tokens, 2 * Rows::kBytes + sizeof(Factors));
-            copy(ptx::shared_address(&smem.f[place]), call.factors + at, sizeof(Factors), tokens);
-            copy(s_e, tile_of<Rows>(call.e, at), Rows::kBytes, tokens);
-            copy(s_dr, tile_of<Rows>(call.dr, at), Rows::kBytes, tokens);
-            ptx::mbarrier_arrive_expect_tx(state, State::kBytes);
-            copy(s_state, call.state<C>(call.exact.w.states, at), State::kBytes, state);
-            ptx::mbarrier_arrive_expect_tx(grad, State::kBytes);
-            copy(s_grad, call.state<C>(call.exact.w.grads, at), State::kBytes, grad);
+    // By the loader: q and k; what belongs to tokens, of a flagged head the factors alone; S or D.
+    __device__ __forceinline__ void fetch_key(const Chunk &c, const RingState<1> &at) const {
+        key_ring.wait_empty(at);
+        if (lane != 0) return;
+        const uint32_t full = key_ring.full(0);
+        const int64_t tile = call.of_key(c.index, c.key_head);
+        ptx::mbarrier_arrive_expect_tx(full, 2 * Rows::kBytes);
+        if (call.as_given(c)) {
+            load_given<Rows>(s_q, call.map_q, c, c.key_head, full), load_given<Rows>(s_k, call.map_k, c, c.key_head, full);
+            return;
         }
-        load_rows<Rows>(s_do, call.p().d_o, c, c.head, 0, thread, kHelpers);
-        ptx::cp_async_mbarrier_arrive_noinc(barrier(kTilesOfTokens));
+        copy(s_q, tile_of<Rows>(call.q, tile), Rows::kBytes, full);
+        copy(s_k, tile_of<Rows>(call.k, tile), Rows::kBytes, full);
     }
-    static __device__ __forceinline__ void multipliers() { ptx::bar_sync(kMultipliers, kMultiply); }
-    static __device__ __forceinline__ void helpers() { ptx::bar_sync(kHelpersOnly, kHelpers); }
+    __device__ __forceinline__ void fetch_tokens(const Chunk &c, const RingState<2> &at) const {
+        tokens_ring.wait_empty(at);
+        const uint32_t full = tokens_ring.full(at.stage);
+        const bool flagged = call.flagged(c.n, c.head), given = call.as_given(c);
+        if (lane == 0) {
+            const int64_t own = call.of_value(c.index, c.head);
+            smem.head[at.stage].chunk = c, smem.head[at.stage].flagged = flagged;
+            ptx::mbarrier_arrive_expect_tx(full, (flagged ? 0 : given ? 3 : 2) * Rows::kBytes + sizeof(Factors));
+            copy(ptx::shared_address(&smem.f[at.stage]), call.factors + own, sizeof(Factors), full);
+            if (!flagged) {
+                copy(s_e(at.stage), tile_of<Rows>(call.e, own), Rows::kBytes, full);
+                if (given) load_given<Rows>(s_do(at.stage), call.map_do, c, c.head, full);
+                copy(s_dr(at.stage), tile_of<Rows>(call.dr, own), Rows::kBytes, full);
+            }
+        }
+        if (!flagged && !given) load_rows<Rows>(s_do(at.stage), call.p().d_o, c, c.head, 0, lane, 32);
+        ptx::cp_async_mbarrier_arrive_noinc(full);
+    }
+    __device__ __forceinline__ void fetch_state(const Chunk &c, const RingState<1> &at, const Ring<1> &ring, uint32_t to,
+                                                float *from) const {
+        ring.wait_empty(at);
+        if (lane != 0) return;
+        ptx::mbarrier_arrive_expect_tx(ring.full(0), State::kBytes);
+        copy(to, call.state<C>(from, call.of_value(c.index, c.head)), State::kBytes, ring.full(0));
+    }
+    // Asks for S, D, and with a first head for q and k, early, to L2: shared memory has no room for two.
+    __device__ __forceinline__ void prefetch(const Chunk &c) const {
+        if (call.flagged(c.n, c.head)) return;
+        if (lane != 0) return;
+        if (c.head % (call.p().HV / call.p().H) == 0 && call.as_given(c)) {
+#pragma unroll
+            for (int panel = 0; panel < D / 64; panel++)
+                for (const CUtensorMap *map : {&call.map_q, &call.map_k})
+                    ptx::cp_async_bulk_prefetch_tensor_4d(map, 64 * panel, static_cast<int32_t>(c.key_head),
+                                                          static_cast<int32_t>(c.token), static_cast<int32_t>(c.b));
+        }
+        const int64_t own = call.of_value(c.index, c.head);
+        ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.states, own), State::kBytes);
+        ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.grads, own), State::kBytes);
+    }
+    static __device__ __forceinline__ void multipliers() { ptx::barrier_sync(kMultipliers, kMultiply); }
+    static __device__ __forceinline__ void helpers() { ptx::barrier_sync(kHelpersOnly, kHelpers); }
 
     // The helpers' work. dv:
-    __device__ __forceinline__ void values(const Chunk &c, const Factors &f) const {
+    __device__ __forceinline__ void values(const Chunk &c, int place) const {
         constexpr int kUnits = D / 8;
         const BwdParams &p = call.p();
         uint16_t *const dv = reinterpret_cast<uint16_t *>(p.dv.data) + delta_bwd::element(p.dv, c.b, c.token, c.head);
@@ -84,10 +139,10 @@ struct GradientsParts {
         for (int i = threadIdx.x % kHelpers; i < kC * kUnits; i += kHelpers) {
             const int t = i / kUnits, unit = i % kUnits * 8;
             if (t >= c.length) break;
-            const uint4 from = ptx::ld_shared_v4_u32(s_dr + Rows::offset(t, unit));
+            const uint4 from = ptx::ld_shared_v4_u32(s_dr(place) + Rows::offset(t, unit));
             const uint32_t dr[4] = {from.x, from.y, from.z, from.w};
             uint32_t out[4];
-            const float beta = f.beta[t];
+            const float beta = smem.f[place].beta[t];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float2 y = unpack(T{}, dr[j]);
@@ -113,91 +168,97 @@ struct GradientsParts {
     __device__ __forceinline__ bool on_diagonal() const { return lane / 8 == q; }
 
     // dbeta before the form of beta, and S . D.
-    __device__ __forceinline__ void diagonals() const {
+    __device__ __forceinline__ void diagonals(int place, int sums) const {
         float upper[4] = {}, lower[4] = {};
         const int odd = lane / 4 % 2;
-        diagonal<Rows, D>(upper, lower, s_dr, s_e, 16 * warp);
-        if (on_diagonal()) smem.dbeta[row] = odd ? upper[1] : upper[0], smem.dbeta[row + 8] = odd ? lower[3] : lower[2];
+        float *const to = smem.dbeta[sums];
+        diagonal<Rows, D>(upper, lower, s_dr(place), s_e(place), 16 * warp);
+        if (on_diagonal()) to[row] = odd ? upper[1] : upper[0], to[row + 8] = odd ? lower[3] : lower[2];
     }
-    __device__ __forceinline__ void state_product() const {
+    __device__ __forceinline__ void state_product(int place) const {
         float upper[4] = {}, lower[4] = {};
         const int odd = lane / 4 % 2;
 #pragma unroll 1
         for (int block = warp; block < D / 16; block += 4) diagonal<State, D>(upper, lower, s_state, s_grad, 16 * block);
         float sum = odd ? upper[1] + lower[3] : upper[0] + lower[2];
         sum = sum_over<32>(on_diagonal() ? sum : 0.0f);
-        if (lane == 0) smem.product[warp] = sum;
+        if (lane == 0) smem.product[place][warp] = sum;
     }
 
-    // dg, dbeta and the chunk's sums, two threads a token.
-    __device__ __forceinline__ void gates(const Chunk &c, const Factors &f) const {
+    // Sum of x over the lanes before this one, and over those after it.
+    __device__ __forceinline__ float sum_before(float x) const {
+        float through = x;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const float other = __shfl_up_sync(~0u, through, step);
+            if (lane >= step) through += other;
+        }
+        const float before = __shfl_up_sync(~0u, through, 1);
+        return lane > 0 ? before : 0.0f;
+    }
+    __device__ __forceinline__ float sum_after(float x) const {
+        return __shfl_sync(~0u, sum_before(__shfl_sync(~0u, x, 31 - lane)), 31 - lane);
+    }
+
+    // What the gates and betas of a lane's two tokens are.
+    struct GateInputs {
+        float gate[2], form[2];
+    };
+    __device__ __forceinline__ GateInputs gate_inputs(const Chunk &c) const {
         const BwdParams &p = call.p();
-        const int thread = threadIdx.x % kHelpers, own = thread / 2, part = thread % 2;
-        const bool used = part == 0 && own < c.length;
-        float gate = 0.0f, form = 0.0f;
-        if (used) {
+        GateInputs in = {};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int t = 2 * lane + i;
+            if (t >= c.length) continue;
             if (p.gate != Gate::None)
-                gate = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, c.token + own, c.head), c.head, 0);
-            form = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + own, c.head));
+                in.gate[i] = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, c.token + t, c.head), c.head, 0);
+            in.form[i] = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + t, c.head));
         }
-        float x[kHalfC], before = 0.0f;
+        return in;
+    }
+    // dg, dbeta and the chunk's sums, by one warp, two tokens a lane. decay: of the chunk.
+    __device__ __forceinline__ void gates(const Chunk &c, const GateInputs &in, float decay, const RingState<2> &at) const {
+        const BwdParams &p = call.p();
+        const auto two = [&](const float *from) { return *reinterpret_cast<const float2 *>(from + 2 * lane); };
+        sums_ring.wait_full(at);
+        const typename GradientsSmem<C>::Sums &sums = smem.sums[at.stage];
+        float2 pairs = make_float2(0.0f, 0.0f), here = two(sums.c[0]), after = two(sums.after[0]);
 #pragma unroll
-        for (int j = 0; j < kHalfC; j += 4) {
-            const float4 a = *reinterpret_cast<const float4 *>(&smem.h[0][own][part * kHalfC + j]),
-                         b = *reinterpret_cast<const float4 *>(&smem.h[1][own][part * kHalfC + j]);
-            x[j] = a.x + b.x, x[j + 1] = a.y + b.y, x[j + 2] = a.z + b.z, x[j + 3] = a.w + b.w;
-        }
-        float total = 0.0f;
+        for (int part = 0; part < 2; part++)
 #pragma unroll
-        for (int j = 0; j < kHalfC; j++) total += x[j];
-        const float other = __shfl_xor_sync(~0u, total, 1);
-        if (part == 1) before = other;
-#pragma unroll
-        for (int j = 0; j < kHalfC; j++) {
-            const float next = before + x[j];
-            x[j] = before, before = next;
-        }
-#pragma unroll
-        for (int j = 0; j < kHalfC; j += 4)
-            *reinterpret_cast<float4 *>(&smem.h[1][own][part * kHalfC + j]) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
-        helpers();
-        float dg = 0.0f;
-#pragma unroll 8
-        for (int i = part * kHalfC; i < (part + 1) * kHalfC; i++) {
-            float y = i < own ? smem.after[0][i] : smem.c[0][i];
-            if (C::kHalves > 1) y += i < own ? smem.after[1][i] : smem.c[1][i];
-            if (i >= own) y += smem.h[1][i][own];
-            dg += y;
-        }
-        dg += __shfl_xor_sync(~0u, dg, 1);
-        helpers();  // H is read; above the diagonal it has to be 0 again
-#pragma unroll
-        for (int j = 0; j < kHalfC; j += 4) {
-            const int first = part * kHalfC + j;
-            if (first / 16 > own / 16)
-                *reinterpret_cast<float4 *>(&smem.h[1][own][first]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        if (part == 0) {
-            dg = fmaf(f.decay, smem.product[0] + smem.product[1] + smem.product[2] + smem.product[3], dg);
-            float dA = 0.0f, dbias = 0.0f;
-            if (used) {
-                if (p.gate != Gate::None)
-                    dg = delta_bwd::through_gate(p, gate, dg, delta_bwd::amplitude_of(p, c.head), dA, dbias);
-                delta_bwd::store_float(p.dg, delta_bwd::element(p.dg, c.b, c.token + own, c.head), dg);
-                delta_bwd::store_float(p.dbeta, delta_bwd::element(p.dbeta, c.b, c.token + own, c.head),
-                                       delta_bwd::through_beta(p, form, smem.dbeta[own]));
+            for (int rows = 0; rows < 4; rows++) {
+                const float2 x = two(sums.pairs[part][rows]);
+                pairs.x += x.x, pairs.y += x.y;
             }
-            smem.sums[0][own] = dA, smem.sums[1][own] = dbias;
+        if (C::kHalves > 1) {
+            const float2 c1 = two(sums.c[1]), after1 = two(sums.after[1]);
+            here.x += c1.x, here.y += c1.y, after.x += after1.x, after.y += after1.y;
+        }
+        const float *const product = smem.product[at.stage];
+        const float passing = decay * (product[0] + product[1] + product[2] + product[3]);
+        const float2 dbeta = two(smem.dbeta[at.stage]);
+        warp_arrive(sums_ring.empty(at.stage), lane);
+        const float later = sum_after(here.x + here.y) + here.y, earlier = sum_before(after.x + after.y);
+        const float dg[2] = {pairs.x + (later + here.x) + earlier + passing, pairs.y + later + (earlier + after.x) + passing};
+        const float of_beta[2] = {dbeta.x, dbeta.y}, amplitude = delta_bwd::amplitude_of(p, c.head);
+        float dA = 0.0f, dbias = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int t = 2 * lane + i;
+            if (t >= c.length) continue;
+            const float x = p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate[i], dg[i], amplitude, dA, dbias) : dg[i];
+            delta_bwd::store_float(p.dg, delta_bwd::element(p.dg, c.b, c.token + t, c.head), x);
+            delta_bwd::store_float(p.dbeta, delta_bwd::element(p.dbeta, c.b, c.token + t, c.head),
+                                   delta_bwd::through_beta(p, in.form[i], of_beta[i]));
         }
         if (p.gate == Gate::None) return;
-        helpers();
-        if (thread >= 2) return;
-        float sum = 0.0f;
-        for (int i = 0; i < kC; i++) sum += smem.sums[thread][i];
-        (thread == 0 ? call.exact.w.dA : call.exact.w.dbias)[call.of_value(c.index, c.head)] = sum;
+        dA = sum_over<32>(dA), dbias = sum_over<32>(dbias);
+        if (lane != 0) return;
+        call.exact.w.dA[call.of_value(c.index, c.head)] = dA, call.exact.w.dbias[call.of_value(c.index, c.head)] = dbias;
     }
 
-    // The value heads of this CTA that are not left to the kernels in float, one after another.
+    // The value heads of this CTA, one after another.
     struct Cursor {
         const Call &call;
         int64_t item;
@@ -208,40 +269,62 @@ struct GradientsParts {
         __device__ __forceinline__ bool advance() {
             const BwdParams &p = call.p();
             const int group_size = static_cast<int>(p.HV / p.H);
-            while (true) {
-                if (++r >= group_size) {
-                    item += gridDim.x;
-                    if (item >= call.chunks() * p.H) return false;
-                    c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, item / p.H, 0);
-                    c.key_head = item % p.H;
-                    r = 0;
-                }
-                c.head = c.key_head * group_size + r;
-                if (!call.flagged(c.n, c.head)) return true;
+            if (++r >= group_size) {
+                item += gridDim.x;
+                if (item >= call.chunks() * p.H) return false;
+                c = delta_bwd::find_chunk(p, call.exact.w.chunk_start, item / p.H, 0);
+                c.key_head = item % p.H;
+                r = 0;
             }
+            c.head = c.key_head * group_size + r;
+            return true;
         }
     };
+    __device__ __forceinline__ int heads() const {
+        const BwdParams &p = call.p();
+        const int64_t items = call.chunks() * p.H, first = blockIdx.x;
+        return first >= items ? 0 : static_cast<int>(((items - first - 1) / gridDim.x + 1) * (p.HV / p.H));
+    }
+
+    // Tokens of a head are loaded while the one before is worked on; S, D, q and k as soon as its have been read.
+    __device__ __forceinline__ void load() const {
+        Cursor cursor(call);
+        RingState<1> states, keys;
+        RingState<2> tokens;
+        while (cursor.advance()) {
+            fetch_tokens(cursor.c, tokens), tokens.advance();
+            if (cursor.item != blockIdx.x || cursor.r > 0) prefetch(cursor.c);
+            if (!call.flagged(cursor.c.n, cursor.c.head)) {
+                fetch_state(cursor.c, states, state_ring, s_state, call.exact.w.states);
+                fetch_state(cursor.c, states, grad_ring, s_grad, call.exact.w.grads);
+                states.advance();
+            }
+            if (cursor.r == 0) fetch_key(cursor.c, keys), keys.advance();
+        }
+    }
 
     __device__ __forceinline__ void help() const {
-        Cursor cursor(call);
-        bool more = cursor.advance();
-        if (more) fetch(cursor.c, 0);
-        uint32_t phase = 0;
-        for (int place = 0; more; place ^= 1, phase ^= 1) {
-            const Chunk c = cursor.c;
-            const Factors &f = smem.f[place];
-            ptx::mbarrier_wait_parity(barrier(kTilesOfTokens), phase);
-            diagonals();
-            values(c, f);
-            ptx::mbarrier_wait_parity(barrier(kTileOfState), phase);
-            ptx::mbarrier_wait_parity(barrier(kTileOfGrad), phase);
-            state_product();
-            ptx::fence_proxy_async_shared_cta();
-            ptx::barrier_sync(kTilesRead, kThreads);
-            more = cursor.advance();
-            if (more) fetch(cursor.c, place ^ 1);
-            gates(c, f);
-            if (more) ptx::bar_arrive(kSumsRead, kThreads);
+        RingState<1> states;
+        RingState<2> at, sums;
+        for (int left = heads(); left > 0; left--, at.advance()) {
+            tokens_ring.wait_full(at);
+            const Chunk c = smem.head[at.stage].chunk;
+            if (smem.head[at.stage].flagged) {
+                warp_arrive(tokens_ring.empty(at.stage), lane);
+                continue;
+            }
+            GateInputs in = {};
+            if (warp == 1) in = gate_inputs(c);
+            const float decay = smem.f[at.stage].decay;
+            diagonals(at.stage, sums.stage);
+            values(c, at.stage);
+            warp_arrive(tokens_ring.empty(at.stage), lane);
+            state_ring.wait_full(states), grad_ring.wait_full(states);
+            state_product(sums.stage);
+            warp_arrive(state_ring.empty(0), lane), warp_arrive(grad_ring.empty(0), lane);
+            helpers();
+            if (warp == 1) gates(c, in, decay, sums);
+            states.advance(), sums.advance();
         }
     }
 };

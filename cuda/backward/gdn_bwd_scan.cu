@@ -2,16 +2,17 @@
 // by side, since neither needs the other. Per chunk, with tokens in rows, factors of rows (beta, fade, write, ...), and solve = -X
 // and pairs from gdn_bwd_prepare.cu:
 //
-//   forward   r = v + fade k S;    e = r + solve (beta r);                      S = 2^G_last S + k^T (write e)
-//   reverse   y = left k D;        dr = pairs^T do + y + solve^T (beta y);      D = 2^G_last D + q^T (query do) + k^T (erase dr)
+//   forward   r = v + fade k S;               e = r + solve (beta r);       S = 2^G_last S + k^T (write e)
+//   reverse   z = pairs^T do + left k D;      dr = z + solve^T (beta z);    D = 2^G_last D + q^T (query do) + k^T (erase dr)
 //
 // One CTA per sequence, value head, 64 columns of V and direction; the two halves of V are a cluster, whose CTAs each load half of
 // what both need. A warpgroup holds the transposed state, V x K, in fp32 accumulators; packed to 16 bits it is the left operand of
-// the product that needs it, and what goes to memory. Transposed, r, e, y and dr come out as the left operands of what follows, so
+// the product that needs it, and what goes to memory. Transposed, r, e, z and dr come out as the left operands of what follows, so
 // nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
 //
-// Roles: warps 0 to 3 compute; warp 4 loads: tiles by bulk copies, v or do row by row, three stages.
-// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
+// Roles: warps 0 to 3 compute; warp 4 loads, three stages; warp 5 stores. Nothing but the chain is left to the computing warps, one to a
+// scheduler.
+// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
 // y 32, do 32.
 #include "common/launch.h"
 #include "common/states.cuh"
@@ -19,7 +20,7 @@
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kScanThreads = 160, kStages = 3;
+constexpr int kScanThreads = 192, kStages = 3;
 
 template <class C>
 struct alignas(1024) ScanStage {
@@ -32,7 +33,8 @@ struct alignas(1024) ScanStage {
 template <class C>
 struct alignas(1024) ScanSmem {
     ScanStage<C> stage[kStages];
-    char state[C::HalfState::kBytes], x[C::Half::kBytes];  // on their way out: the state; e or dr
+    // On their way out, in turn, so that a chunk need not wait until the one before has left: the state; e or dr.
+    char state[2][C::HalfState::kBytes], x[2][C::Half::kBytes];
     alignas(8) char ring[Ring<kStages>::kBytes];
 };
 
@@ -71,6 +73,9 @@ struct Scan {
         for (int step = 0; step < job.chunks; step++, at.advance()) {
             ScanStage<C> &stage = smem.stage[at.stage];
             const uint32_t full = ring.full(at.stage);
+            Chunk c;
+            c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC, c.key_head = key_head;
+            c.length = min(kC, job.item.length - chunk_at(step) * kC);
             ring.wait_empty(at);
             if (lane == 0) {
                 const int64_t own = value(step), key = call.of_key(job.first_chunk + chunk_at(step), key_head);
@@ -82,21 +87,32 @@ struct Scan {
                         ptx::cp_async_bulk_load_multicast(ptx::shared_address(to) + first, from + first, own_bytes, full,
                                                           static_cast<uint16_t>((1 << parts) - 1));
                 };
+                const auto copy_key = [&](char *to, const CUtensorMap &map, uint16_t *tiles) {
+                    if (!call.as_given(c)) return copy(to, tile_of<Rows>(tiles, key), Rows::kBytes);
+                    if (parts == 1) return load_given<Rows>(ptx::shared_address(to), map, c, key_head, full);
+                    ptx::cp_async_bulk_tensor_4d_load_multicast(ptx::shared_address(to) + part * Rows::kPanelStrideBytes, &map,
+                                                                full, 64 * part, static_cast<int32_t>(c.key_head),
+                                                                static_cast<int32_t>(c.token), static_cast<int32_t>(c.b),
+                                                                static_cast<uint16_t>((1 << parts) - 1));
+                };
                 const int tiles = job.reverse ? 2 : 1;
-                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors));
-                copy(stage.k, tile_of<Rows>(call.k, key), Rows::kBytes);
+                ptx::mbarrier_arrive_expect_tx(
+                    full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) + (call.as_given(c) ? Half::kBytes : 0));
+                copy_key(stage.k, call.map_k, call.k);
                 copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
                 if (job.reverse) {
-                    copy(stage.q, tile_of<Rows>(call.q, key), Rows::kBytes);
+                    copy_key(stage.q, call.map_q, call.q);
                     copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
                 }
+                if (call.as_given(c))
+                    ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v,
+                                                      full, job.item.v_cta, job.item.head, static_cast<int32_t>(c.token),
+                                                      static_cast<int32_t>(c.b));
             }
-            Chunk c;
-            c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC;
-            c.length = min(kC, job.item.length - chunk_at(step) * kC);
-            load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
-                            32);
+            if (!call.as_given(c))
+                load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
+                                32);
             ptx::cp_async_mbarrier_arrive_noinc(full);
         }
     }
@@ -105,13 +121,17 @@ struct Scan {
     static __device__ __forceinline__ float2 factor(const float *of, int j) {
         return *reinterpret_cast<const float2 *>(of + 8 * j + threadIdx.x % 4 * 2);
     }
+    // Of all of the thread's tokens. Loaded ahead: while wgmma reads shared memory a load takes long.
+    static __device__ __forceinline__ void factors(float2 (&f)[8], const float *of) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) f[j] = factor(of, j);
+    }
     // A fragments of x times factors of tokens, from accumulators V x tokens.
-    static __device__ __forceinline__ void pack_scaled(uint32_t (&a)[4][4], const float (&x)[32], const float *of) {
+    static __device__ __forceinline__ void pack_scaled(uint32_t (&a)[4][4], const float (&x)[32], const float2 (&f)[8]) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 f = factor(of, j);
-            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f.x * x[4 * j], f.y * x[4 * j + 1]);
-            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f.x * x[4 * j + 2], f.y * x[4 * j + 3]);
+            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j], f[j].y * x[4 * j + 1]);
+            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j + 2], f[j].y * x[4 * j + 3]);
         }
     }
     // v or do as fragments V x tokens.
@@ -122,9 +142,9 @@ struct Scan {
             ptx::ldmatrix_x4_trans(a[s], tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8));
     }
     // e or dr to its place on the way out, tokens in rows.
-    __device__ __forceinline__ void stage_rows(const float (&x)[32]) const {
+    __device__ __forceinline__ void stage_rows(const float (&x)[32], int place) const {
         const int lane = opaque_lane(), warp = threadIdx.x / 32;
-        const uint32_t tile = ptx::shared_address(smem.x);
+        const uint32_t tile = ptx::shared_address(smem.x[place]);
 #pragma unroll
         for (int s = 0; s < 4; s++) {
             uint32_t a[4];
@@ -133,31 +153,46 @@ struct Scan {
             ptx::stmatrix_x4_trans(tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8), a);
         }
     }
-    __device__ __forceinline__ void stage_state(const uint32_t (&a)[kSteps][4]) const {
+    __device__ __forceinline__ void stage_state(const uint32_t (&a)[kSteps][4], int place) const {
         const int lane = opaque_lane(), warp = threadIdx.x / 32;
+        const uint32_t tile = ptx::shared_address(smem.state[place]);
 #pragma unroll
-        for (int s = 0; s < kSteps; s++)
-            ptx::stmatrix_x4(ptx::shared_address(smem.state) + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
+        for (int s = 0; s < kSteps; s++) ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
     }
-    // By one thread, when all have staged theirs.
-    __device__ __forceinline__ void store(int64_t own) const {
+    // A place of what is on its way out: full, then free again. Named barriers between the computing warps and the one that stores:
+    // they are no loops, so products may be under way.
+    static constexpr uint32_t kFull = 1, kFree = 3, kWithStorer = 128 + 32;
+    // What a chunk gave out, when all have staged theirs. By one warp.
+    __device__ __forceinline__ void store() const {
         const int half = job.item.v_cta / 64;
-        char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
+        for (int place = 0; place < 2 && place < job.chunks; place++) ptx::bar_arrive(kFree + place, kWithStorer);
+        for (int step = 0; step < job.chunks; step++) {
+            const int place = step % 2;
+            const int64_t own = value(step);
+            char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
+            ptx::bar_sync(kFull + place, kWithStorer);
+            if (threadIdx.x % 32 == 0) {
 #pragma unroll
-        for (int panel = 0; panel < D / 64; panel++)
-            ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
-                                     ptx::shared_address(smem.state) + panel * C::Half::kBytes, C::Half::kBytes);
-        ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
-                                 ptx::shared_address(smem.x), C::Half::kBytes);
-        ptx::cp_async_bulk_commit_group();
+                for (int panel = 0; panel < D / 64; panel++)
+                    ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
+                                             ptx::shared_address(smem.state[place]) + panel * C::Half::kBytes, C::Half::kBytes);
+                ptx::cp_async_bulk_store(tile_of<Rows>(job.reverse ? call.dr : call.e, own) + half * C::Half::kBytes,
+                                         ptx::shared_address(smem.x[place]), C::Half::kBytes);
+                ptx::cp_async_bulk_commit_group();
+                ptx::cp_async_bulk_wait_group_read<0>();
+            }
+            __syncwarp();
+            if (step + 2 < job.chunks) ptx::bar_arrive(kFree + place, kWithStorer);
+        }
+        if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group<0>();
+    }
+    static __device__ __forceinline__ void when_free(int place) { ptx::bar_sync(kFree + place, kWithStorer); }
+    // By the computing warps: their share is staged.
+    static __device__ __forceinline__ void staged(int place) {
+        ptx::fence_proxy_async_shared_cta();
+        ptx::bar_arrive(kFull + place, kWithStorer);
     }
 
-    static __device__ __forceinline__ void together() { ptx::bar_sync(1, 128); }
-    // What the chunk before gave out has left shared memory.
-    static __device__ __forceinline__ void when_sent() {
-        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read<0>();
-        together();
-    }
     // To the loaders of all CTAs whose copies land in this stage.
     __device__ __forceinline__ void give_back(int stage) const {
         __syncwarp();
@@ -167,21 +202,24 @@ struct Scan {
         for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
     }
 
-    // S, before the chunk, becomes S after it; true on overflow.
-    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int64_t own) const {
+    // S, before the chunk, becomes S after it; true on overflow. Barriers are waited for where no product is under way, and S is
+    // scaled where it is: elsewhere ptxas serialises the products.
+    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int place) const {
         float e[32];
         uint32_t state[kSteps][4], a[4][4];
         pack<T>(state, S);
         register_fence(state);
         issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
         load_transposed(a, ptx::shared_address(stage.x));
-        when_sent();
-        stage_state(state);
+        float2 fade[8], beta[8];
+        factors(fade, stage.f.fade), factors(beta, stage.f.beta);
+        when_free(place);
+        stage_state(state, place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(state);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 f = factor(stage.f.fade, j);
+            const float2 f = fade[j];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float2 v = unpack(T{}, a[j / 2][j % 2 * 2 + half]);
@@ -189,7 +227,8 @@ struct Scan {
                 e[4 * j + 2 * half + 1] = fmaf(f.y, e[4 * j + 2 * half + 1], v.y);
             }
         }
-        pack_scaled(a, e, stage.f.beta);
+        pack_scaled(a, e, beta);
+        factors(beta, stage.f.write);
         bool bad = overflows<T>(state) || overflows<T>(a);
         register_fence(a), ptx::register_fence(e);
         issue<T, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.solve), 0, 0), true);
@@ -199,70 +238,69 @@ struct Scan {
         ptx::register_fence(S);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(a);
-        pack_scaled(a, e, stage.f.write);
+        pack_scaled(a, e, beta);
         register_fence(a), ptx::register_fence(S);
         issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
-        stage_rows(e);
-        ptx::fence_proxy_async_shared_cta();
-        together();
-        if (threadIdx.x == 0) store(own);
+        stage_rows(e, place);
+        staged(place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(S), register_fence(a);
         return bad || overflows<T>(a);
     }
 
-    // D, after the chunk, becomes D before it.
-    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int64_t own) const {
+    // D, after the chunk, becomes D before it. What does not depend on D is issued where the chain leaves the tensor cores idle.
+    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int place) const {
         float dr[32], y[32];
-        uint32_t state[kSteps][4], a[4][4], d_o[4][4];
-        pack<T>(state, grad);
+        uint32_t state[kSteps][4], a[4][4], b[4][4], d_o[4][4];
         load_transposed(d_o, ptx::shared_address(stage.x));
-        register_fence(d_o), register_fence(state);
-        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        register_fence(d_o);
         issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
+        pack<T>(state, grad);
+        register_fence(state);
+        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
+        when_free(place);
+        stage_state(state, place);
         const float decay = stage.f.decay;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) grad[i] *= decay;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 f = factor(stage.f.query, j);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float2 x = unpack(T{}, d_o[j / 2][j % 2 * 2 + half]);
-                a[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
+                b[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
             }
         }
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) grad[i] *= decay;
-        register_fence(a), ptx::register_fence(grad);
-        issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
-        when_sent();
-        stage_state(state);
-        ptx::wgmma_wait_group<1>();
+        float2 left[8], beta[8];
+        factors(left, stage.f.left), factors(beta, stage.f.beta);
+        ptx::wgmma_wait_group<0>();
         ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
-        bool bad = overflows<T>(state) || overflows<T>(a);
+        bool bad = overflows<T>(state) || overflows<T>(b);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float2 f = factor(stage.f.left, j);
+            const float2 f = left[j];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                y[4 * j + 2 * half] *= f.x, y[4 * j + 2 * half + 1] *= f.y;
-                dr[4 * j + 2 * half] += y[4 * j + 2 * half], dr[4 * j + 2 * half + 1] += y[4 * j + 2 * half + 1];
+                dr[4 * j + 2 * half] = fmaf(f.x, y[4 * j + 2 * half], dr[4 * j + 2 * half]);
+                dr[4 * j + 2 * half + 1] = fmaf(f.y, y[4 * j + 2 * half + 1], dr[4 * j + 2 * half + 1]);
             }
         }
-        pack_scaled(d_o, y, stage.f.beta);
-        bad = bad || overflows<T>(d_o);
-        register_fence(d_o), ptx::register_fence(dr);
-        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(dr), register_fence(d_o), register_fence(a), ptx::register_fence(grad);
-        pack_scaled(a, dr, stage.f.erase);
+        pack_scaled(a, dr, beta);
+        factors(beta, stage.f.erase);
+        bad = bad || overflows<T>(a);
+        register_fence(a), ptx::register_fence(dr), register_fence(b), ptx::register_fence(grad);
+        issue<T, ptx::Major::MN, Square>(dr, a, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        issue<T, ptx::Major::MN, Rows>(grad, b, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
+        ptx::wgmma_wait_group<1>();
+        ptx::register_fence(dr), register_fence(a);
+        pack_scaled(a, dr, beta);
         register_fence(a);
         issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
-        stage_rows(dr);
-        ptx::fence_proxy_async_shared_cta();
-        together();
-        if (threadIdx.x == 0) store(own);
+        stage_rows(dr, place);
+        staged(place);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(grad), register_fence(a);
+        ptx::register_fence(grad), register_fence(a), register_fence(b);
         return bad || overflows<T>(a);
     }
 
@@ -278,18 +316,15 @@ struct Scan {
         RingState<kStages> at;
         bool bad = false;
 #pragma unroll 1
-        for (int step = 0; step < job.chunks; step++) {
+        for (int step = 0; step < job.chunks; step++, at.advance()) {
             ring.wait_full(at);
             const ScanStage<C> &stage = smem.stage[at.stage];
-            const int64_t own = value(step);
-            const bool overflow = kReverse ? reverse(S, stage, own) : forward(S, stage, own);
+            const bool overflow = kReverse ? reverse(S, stage, step % 2) : forward(S, stage, step % 2);
             bad = bad || overflow;
             give_back(at.stage);
-            at.advance();
         }
         if (bad) call.flag(job.item.n, job.item.head);
         if (kReverse && p.d_initial_state) store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
-        if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group<0>();
     }
 };
 
@@ -303,6 +338,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     const int half = static_cast<int>(index % C::kHalves), head = static_cast<int>(index / C::kHalves % p.HV);
     Job job;
     job.item = make_item(p, index / C::kHalves / p.HV, head, 64 * half);
+    if (job.item.length <= kFewTokens && job.item.length > 0) return;  // all of the cluster; the kernels in float do it
     job.reverse = blockIdx.x < states;
     job.first_chunk = call.exact.w.chunk_start[job.item.n];
     job.chunks = (job.item.length + kC - 1) / kC;
@@ -311,7 +347,9 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
-    if (threadIdx.x >= 128)
+    if (threadIdx.x >= 160) {
+        scan.store();
+    } else if (threadIdx.x >= 128)
         scan.load();
     else if (job.reverse)
         scan.template compute<true>();

@@ -18,6 +18,7 @@ inline void cp_async_bulk_wait_group() {
     cp_async_bulk_wait_group_read<n>();
 }
 inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
+inline void cp_async_bulk_prefetch_tensor_4d(const CUtensorMap *, int, int, int, int) {}
 inline uint32_t cluster_nctarank() { return 1; }
 inline uint32_t cluster_ctarank() { return 0; }
 inline uint32_t mapa(uint32_t, uint32_t) { abort(); }
@@ -25,6 +26,25 @@ inline void mbarrier_arrive_cluster_release_cta(uint32_t) { abort(); }
 inline void barrier_cluster_arrive() { abort(); }
 inline void barrier_cluster_wait() { abort(); }
 inline void cp_async_bulk_load_multicast(uint32_t, const void *, uint32_t, uint32_t, uint16_t) { abort(); }
+inline void cp_async_bulk_tensor_4d_load_multicast(uint32_t, const CUtensorMap *, uint32_t, int, int, int, int, uint16_t) {
+    abort();
+}
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const int lane = emu::L(), g = lane / 4, q = lane % 4;
+    const auto value = [](uint32_t x) { return __uint_as_float(x & 0xffffe000u); };
+    float rows[2][8], columns[2][8];
+    for (int k = 0; k < 8; k++)
+        for (int i = 0; i < 2; i++) {
+            const float low = __shfl_sync(~0u, value(a[i]), 4 * g + k % 4),
+                        high = __shfl_sync(~0u, value(a[2 + i]), 4 * g + k % 4);
+            rows[i][k] = k < 4 ? low : high;
+            const float first = __shfl_sync(~0u, value(b0), 4 * (2 * q + i) + k % 4),
+                        second = __shfl_sync(~0u, value(b1), 4 * (2 * q + i) + k % 4);
+            columns[i][k] = k < 4 ? first : second;
+        }
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 8; k++) d[i] += rows[i / 2][k] * columns[i % 2][k];
+}
 inline void cp_async_mbarrier_arrive_noinc(uint32_t b) { mbarrier_arrive(b); }
 }  // namespace linattn::ptx
 using std::min;
@@ -32,6 +52,7 @@ using std::min;
 #include "backward/gdn_bwd_gradients.cu"
 #include "backward/gdn_bwd_prepare.cu"
 #include "backward/gdn_bwd_scan.cu"
+#include "common/tensor_map.h"
 
 namespace linattn::cuda {
 uint64_t cut_delta_bwd_workspace(const BwdParams &p, char *base, BwdWorkspace &w) {
