@@ -17,15 +17,14 @@
 // of L, in the row or in all rows up to it, add up to more than the constants below, the chunk is computed in two terms
 // (precise.cuh, state.cuh). What a token gets depends on the tokens up to it alone.
 //
-// l2norm: q and k stay as they are. The diagonal of K K^T holds |k_i|^2; 1/|k| goes into row and column factors, 1/|q| into O in
-// the state loop, so nothing is rounded once more.
+// l2norm: q and k stay as they are; 1/|q| and 1/|k| go into row and column factors, so nothing is rounded once more (norms.cuh).
 //
 // The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
 #pragma once
 #include <type_traits>
 
-#include "items.cuh"
+#include "norms.cuh"
 #include "ptx/cta.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
@@ -37,15 +36,6 @@ namespace linattn::cuda::gdn {
 
 // Named barriers, one a group: block 10 of the inverse is in place (warps 0, 1 wait for 3); the four warps together.
 constexpr uint32_t kX10Barrier = 1, kGroupBarrier = 3;
-
-struct Lane {
-    int lane, g, q;
-    __device__ __forceinline__ explicit Lane(int l) {
-        uint32_t opaque[1] = {static_cast<uint32_t>(l)};
-        ptx::register_fence(opaque);
-        lane = static_cast<int>(opaque[0]), g = lane >> 2, q = lane & 3;
-    }
-};
 
 // What one term in bf16, two of V' or one in fp16 stand: the sum of the squares of a row of L, of the rows up to it, and one
 // element. See docs/gdn.md, Accuracy.
@@ -75,11 +65,6 @@ struct Diagonal {
 };
 
 __device__ __forceinline__ uint32_t pack_f16(float lo, float hi) { return ptx::cvt_rn_f16x2(lo, hi); }
-
-// Address of lane `lane` for an stmatrix of the 16x16 block (i, j) of A^ or P (both 64x64, 128-byte swizzle).
-__device__ __forceinline__ uint32_t product_block(uint32_t tile, int i, int j, int lane) {
-    return tile + (((16 * i + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) * 16)) ^ (j * 32));
-}
 
 // Calls f with the warp's number as a constant.
 template <class F>
@@ -115,35 +100,6 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     }
     ptx::wgmma_commit_group();
 }
-
-// The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns, and into the row factors that the
-// state loop reads. t: table at the warp's first row. The factors of the lane's two rows are read while K K^T is on its way.
-struct KeyNorms {
-    float beta_gamma[2], rho[2];
-
-    __device__ __forceinline__ void read(uint32_t t, int l) {
-        const Lane at(l);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            beta_gamma[i] = ptx::ld_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g));
-            rho[i] = ptx::ld_shared_f32(t + 4 * (table::kRho + 8 * i + at.g));
-        }
-    }
-    __device__ __forceinline__ void write(const float *diagonal, uint32_t t, int l) const {
-        const Lane at(l);
-        __syncwarp();                  // the others' reads
-        if (at.q != at.g / 2) return;  // who stays has (g, g) and (8 + g, 8 + g)
-        const int odd = at.g & 1;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float r = ptx::rsqrt_approx_ftz((odd ? diagonal[6 * i + 1] : diagonal[6 * i]) + 1e-6f);
-            ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 * i + odd), r);
-            ptx::st_shared_f32(t + 4 * (table::kNormK + 8 * i + at.g), r);
-            ptx::st_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g), r * beta_gamma[i]);
-            ptx::st_shared_f32(t + 4 * (table::kRho + 8 * i + at.g), r * rho[i]);
-        }
-    }
-};
 
 // Decays from column block j to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
 template <class C, int w>
@@ -347,9 +303,15 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     using T = typename C::T;
     const Lane at(l);
     const uint32_t to = product_block(P, w, 0, at.lane);
+    float s0 = scale, s1 = scale;
+    if constexpr (C::kL2Norm) {
+        s0 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + at.g));
+        s1 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
+    }
     if constexpr (w > 0) {
-        const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
-        const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
+        constexpr int kFactor = C::kL2Norm ? table::kRowDecay : table::kRowDecayScaled;
+        float f0 = ptx::ld_shared_f32(t + 4 * (kFactor + at.g)), f1 = ptx::ld_shared_f32(t + 4 * (kFactor + 8 + at.g));
+        if constexpr (C::kL2Norm) f0 *= s0, f1 *= s1;
 #pragma unroll
         for (int j = 0; j < w; j++) {
             const float *b = d + 8 * j;
@@ -364,9 +326,9 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * scale * r.x), b[1] * (e[1] * scale * r.y)),
-                                     term<T, kSecond>(b[2] * (e[2] * scale * r.x), b[3] * (e[3] * scale * r.y)), 0,
-                                     term<T, kSecond>(b[6] * (e[4] * scale * r.z), b[7] * (e[5] * scale * r.w))});
+    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
+                                     term<T, kSecond>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
+                                     term<T, kSecond>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
 }
 
 // Block (i, j) of A^, i > j.

@@ -234,9 +234,12 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             issue_product<C>(d, k, k);
             Diagonal diagonal;
             Weights weights;
+            float norm_q = 0.0f;
+            if constexpr (C::kL2Norm && C::kOutputs) norm_q = query_norm<C>(ptx::shared_address(smem.q[tile.stage]), w, lane);
             smem.tables().wait_full(factors);
             KeyNorms norms;
             if constexpr (C::kL2Norm) norms.read(tw, lane);
+            if constexpr (C::kL2Norm && C::kOutputs) scale_by_query_norm(norm_q, params.scale, tw, lane);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(d);
             if constexpr (C::kL2Norm) {
