@@ -96,6 +96,7 @@ struct Item {
     int sequence, head, head_qk, batch;
     int slot;               // place in the workspace of the state before the segment; before the next one, for a first segment
     int bos, length;        // first token, in the row of B, and tokens
+    int before;             // tokens of the sequence before the segment
     int cleared;            // rows of o from bos on that are zero: the tokens of a padding sequence
     int piece;              // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M
     int read_row;           // of the states; -1: padding, of length 0

@@ -445,7 +445,11 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
             for (int i = 0; i < C::D / 2; i++)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
-        int left = item.length;
+        int left = item.length, due = INT32_MIN;  // tokens left now, and at the next checkpoint
+        if (C::kOutputs && p.checkpoint_every) {
+            const int every = static_cast<int>(p.checkpoint_every);
+            due = left - (every - item.before % every);
+        }
         while (true) {
             // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
             float chunk_decay;
@@ -453,15 +457,12 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
 #pragma unroll 1
             for (; true; left -= kChunk) {
                 if constexpr (C::kOutputs) {
-                    if (p.checkpoint_every && left >= 0 && left < item.length) {
+                    if (left == due) {
                         const int every = static_cast<int>(p.checkpoint_every);
-                        int bos, length;
-                        sequence_range(p, item.sequence, bos, length);
-                        const int done = item.bos - bos + item.length - left;
-                        if (done % every == 0) {
-                            const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
-                            if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
-                        }
+                        due -= every;
+                        const int number = (item.before + item.length - left) / every - 1;
+                        const int64_t to = left < 0 ? -1 : checkpoint_row(p, item.sequence, number);
+                        if (to >= 0) store_checkpoint<C::D>(s, p.checkpoints, to, item.head, v, k);
                     }
                 }
                 if (left <= 0) break;
