@@ -19,7 +19,9 @@
 //
 // l2norm: q and k stay as they are; 1/|q| and 1/|k| go into row and column factors, so nothing is rounded once more (norms.cuh).
 //
-// The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
+// Instructions come from a cache that the roles' loops overflow, and what is fetched anew each chunk costs more than what is
+// executed (docs/gdn.md): so the warps share the code of what they have in common, the scaling of K K^T and Q K^T, and a warp's
+// number is a template parameter only where they differ. Lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
 #pragma once
 #include <type_traits>
@@ -101,32 +103,35 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     ptx::wgmma_commit_group();
 }
 
-// Decays from column block j to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
-template <class C, int w>
-__device__ __forceinline__ float4 column_factors(uint32_t t, int j, const Lane &at) {
-    float4 c = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16);
+// Decays from column block j < w to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
+template <class C>
+__device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, const Lane &at) {
+    float4 c = ptx::ld_shared_v4_f32(t + 192 * w + 4 * (table::kColumnDecay - 64 + 16 * j) + at.q * 16);
     if constexpr (C::kL2Norm) {
-        const float4 r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
+        const float4 r = ptx::ld_shared_v4_f32(t - 64 * w + 4 * (table::kColumnNormK + 16 * j) + at.q * 16);
         c.x *= r.x, c.y *= r.y, c.z *= r.z, c.w *= r.w;
     }
     return c;
 }
 
 // Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row.
-template <class C, int w, bool kSecond>
-__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, int l) {
+template <class C, bool kSecond>
+__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, int w,
+                                         int l) {
     const Lane at(l);
     float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
           n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
     if constexpr (C::kL2Norm)
         n0 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g)), n1 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + 8 + at.g));
-    if constexpr (w > 0) {
+    if (w > 0) {
         const float f0 = n0 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + at.g));
         const float f1 = n1 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 8 + at.g));
+        const uint32_t to = M + at.lane * 16 + w * (w - 1) / 2 * 512;
 #pragma unroll
-        for (int j = 0; j < w; j++) {
+        for (int j = 0; j < 3; j++) {
+            if (j >= w) break;
             const float *b = d + 8 * j;
-            const float4 c = column_factors<C, w>(t, j, at);
+            const float4 c = column_factors<C>(t, w, j, at);
             const float m[8] = {b[0] * f0 * c.x, b[1] * f0 * c.y, b[2] * f1 * c.x, b[3] * f1 * c.y,
                                 b[4] * f0 * c.z, b[5] * f0 * c.w, b[6] * f1 * c.z, b[7] * f1 * c.w};
             uint32_t block[4];
@@ -138,15 +143,17 @@ __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weig
                 else
                     weights.add(i % 2, block[i]);
             }
-            ptx::stmatrix_x4(M + at.lane * 16 + (w * (w - 1) / 2 + j) * 512, block);
+            ptx::stmatrix_x4(to + j * 512, block);
         }
     }
-    const float *b = d + 8 * w;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
+    for_warp(w, [&](auto warp) {
+    const float *b = d + 8 * decltype(warp)::value;
     n.a[0] = b[0] * n0 * r.x, n.a[1] = b[1] * n0 * r.y;
     n.e[0] = b[6] * n1 * r.z, n.e[1] = b[7] * n1 * r.w;
     n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
+    });
 }
 
 // Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8; read long before they are used.
@@ -297,38 +304,48 @@ __device__ __forceinline__ uint32_t term(float a, float b) {
 }
 
 // Row w of Q K^T -> P, or its second terms.
-template <class C, int w, bool kSecond = false>
-__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, int l) {
+template <class C, bool kSecond = false>
+__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, int w,
+                                        int l) {
     if constexpr (!C::kOutputs) return;
     using T = typename C::T;
     const Lane at(l);
     const uint32_t to = product_block(P, w, 0, at.lane);
-    float s0 = scale, s1 = scale;
-    if constexpr (C::kL2Norm) {
-        s0 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + at.g));
-        s1 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
-    }
-    if constexpr (w > 0) {
+    if (w > 0) {
         constexpr int kFactor = C::kL2Norm ? table::kRowDecay : table::kRowDecayScaled;
         float f0 = ptx::ld_shared_f32(t + 4 * (kFactor + at.g)), f1 = ptx::ld_shared_f32(t + 4 * (kFactor + 8 + at.g));
-        if constexpr (C::kL2Norm) f0 *= s0, f1 *= s1;
+        if constexpr (C::kL2Norm) {
+            f0 *= ptx::ld_shared_f32(t + 4 * (table::kRowScale + at.g));
+            f1 *= ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
+        }
 #pragma unroll
-        for (int j = 0; j < w; j++) {
+        for (int j = 0; j < 3; j++) {
+            if (j >= w) break;
             const float *b = d + 8 * j;
-            const float4 c = column_factors<C, w>(t, j, at);
+            const float4 c = column_factors<C>(t, w, j, at);
             ptx::stmatrix_x4(
                 to ^ (j * 32),
                 {term<T, kSecond>(b[0] * c.x * f0, b[1] * c.y * f0), term<T, kSecond>(b[2] * c.x * f1, b[3] * c.y * f1),
                  term<T, kSecond>(b[4] * c.z * f0, b[5] * c.w * f0), term<T, kSecond>(b[6] * c.z * f1, b[7] * c.w * f1)});
         }
     }
-    const float *b = d + 8 * w;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
-    if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
+    float s0 = scale, s1 = scale;
+    if constexpr (C::kL2Norm) {
+        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
+        s0 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + at.g));
+        s1 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
+    }
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y)),
-                                     term<T, kSecond>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y)), 0,
-                                     term<T, kSecond>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w))});
+    uint32_t block[4];
+    for_warp(w, [&](auto warp) {
+        const float *b = d + 8 * decltype(warp)::value;
+        block[0] = term<T, kSecond>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y));
+        block[1] = term<T, kSecond>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y));
+        block[3] = term<T, kSecond>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w));
+    });
+    block[2] = 0;
+    ptx::stmatrix_x4(to ^ (w * 32), block);
 }
 
 // Block (i, j) of A^, i > j.
@@ -351,7 +368,7 @@ __device__ __forceinline__ void pack_block(uint32_t (&r)[4], const float (&d)[8]
 }
 
 // The blocks of the inverse below the diagonal, and, woven in behind the first products, the warp's row of P and the chunk's
-// weight. M, X, X10: addresses of the lane; tw: table at the warp's first row.
+// weight, which are code that the four warps share. M, X, X10: addresses of the lane; tw: table at the warp's first row.
 template <class C>
 struct Substitution {
     uint32_t tw, M, X, X10, A, P, weights, x10_barrier;
@@ -361,76 +378,88 @@ struct Substitution {
     __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (i * (i - 1) / 2 + j) * 512; }
     __device__ __forceinline__ uint32_t x(int i) const { return X + i * 512; }
 
-    // The result is the chunk's weight.
-    template <int w>
-    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6]) const {
+    __device__ __forceinline__ static void clear(float (&d)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) d[i] = 0.0f;
+    }
+
+    // y = a M_ij.
+    __device__ __forceinline__ void product(float (&y)[8], const uint32_t (&a)[4], int i, int j) const {
+        uint32_t b[4];
+        clear(y);
+        ptx::ldmatrix_x4_trans(b, m(i, j)), multiply(y, a, b);
+    }
+
+    // Products that wait for no other: warps 0 and 2 have X33 M32, X33 M31 in y, warp 1 X22 M21, X22 M20; warp 3 ends with X10.
+    __device__ __forceinline__ void first(float (&y)[2][8], int w) const {
         uint32_t a[4], b[4];
-        int weight;
-        if constexpr (w == 0) {  // block 30
-            float z[8] = {}, y1[8] = {}, y0[8] = {};
-            ptx::ldmatrix_x4(a, x(3));
-            ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
-            ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
-            ptx::ldmatrix_x4_trans(b, m(3, 0)), multiply(y0, a, b);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
-            float x32[8] = {};
+        if (w < 3) {
+            const int row = w == 1 ? 2 : 3;
+            ptx::ldmatrix_x4(a, x(row));
+            product(y[0], a, row, row - 1), product(y[1], a, row, row - 2);
+        } else {
+            float z[8];
+            ptx::ldmatrix_x4(a, x(1));
+            product(z, a, 1, 0);
             pack_block(a, z);
+            clear(y[0]);
+            ptx::ldmatrix_x4_trans(b, x(0)), multiply(y[0], a, b);
+            pack_block(a, y[0]);
+            ptx::stmatrix_x4(X10, a);
+            ptx::bar_arrive(x10_barrier, 96);
+        }
+    }
+
+    template <int w>
+    __device__ __forceinline__ void second(float (&y)[2][8]) const {
+        uint32_t a[4], b[4];
+        if constexpr (w == 0) {  // block 30
+            float x32[8] = {}, y0[8], r[8] = {};
+            pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
+            ptx::ldmatrix_x4(a, x(3)), product(y0, a, 3, 0);
             pack_block(a, x32);
             ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
-            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
-            float r[8] = {};
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y[1], a, b);
             pack_block(a, y0);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r, a, b);
             ptx::barrier_sync(x10_barrier, 96);
-            pack_block(a, y1);
+            pack_block(a, y[1]);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r, a, b);
             store_a<C, 3, 0>(r, A, lane);
         } else if constexpr (w == 1) {  // blocks 21, 20
-            float y1[8] = {}, y0[8] = {}, r1[8] = {}, r0[8] = {};
-            ptx::ldmatrix_x4(a, x(2));
-            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
-            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
+            float r1[8] = {}, r0[8] = {};
             uint32_t a0[4];
-            pack_block(a, y1);
+            pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(r1, a, b);
-            pack_block(a0, y0);
+            pack_block(a0, y[1]);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r0, a0, b);
             store_a<C, 2, 1>(r1, A, lane);
             ptx::barrier_sync(x10_barrier, 96);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r0, a, b);
             store_a<C, 2, 0>(r0, A, lane);
         } else if constexpr (w == 2) {  // blocks 32, 31
-            float z[8] = {}, y1[8] = {}, x32[8] = {}, x31[8] = {};
-            ptx::ldmatrix_x4(a, x(3));
-            ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
-            ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
-            pack_block(a, z);
+            float x32[8] = {}, x31[8] = {};
+            pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
             pack_block(a, x32);
-            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y[1], a, b);
             store_a<C, 3, 2>(x32, A, lane);
-            pack_block(a, y1);
+            pack_block(a, y[1]);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(x31, a, b);
             store_a<C, 3, 1>(x31, A, lane);
         } else {  // block 10
-            float z[8] = {}, x10[8] = {};
-            ptx::ldmatrix_x4(a, x(1));
-            ptx::ldmatrix_x4_trans(b, m(1, 0)), multiply(z, a, b);
-            pack_block(a, z);
-            ptx::ldmatrix_x4_trans(b, x(0)), multiply(x10, a, b);
-            pack_block(a, x10);
-            ptx::stmatrix_x4(X10, a);
-            ptx::bar_arrive(x10_barrier, 96);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
-            store_a<C, 1, 0>(x10, A, lane);
+            store_a<C, 1, 0>(y[0], A, lane);
         }
+    }
+
+    // The result is the chunk's weight.
+    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6], int w) const {
+        float y[2][8];
+        first(y, w);
+        store_p<C>(qk, e, tw, P, scale, w, lane);
+        const int weight = chunk_weight<C>(weights, lane);
+        for_warp(w, [&](auto warp) { second<decltype(warp)::value>(y); });
         return weight;
     }
 };

@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t product_block(uint32_t tile, int i, int j, i
 // The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns, and into the row factors that the
 // state loop reads. t: table at the warp's first row. The factors of the lane's two rows are read while K K^T is on its way.
 struct KeyNorms {
-    float beta_gamma[2], rho[2];
+    float beta_gamma[2], rho[2], square[2];
 
     __device__ __forceinline__ void read(uint32_t t, int l) {
         const Lane at(l);
@@ -34,14 +34,19 @@ struct KeyNorms {
             rho[i] = ptx::ld_shared_f32(t + 4 * (table::kRho + 8 * i + at.g));
         }
     }
-    __device__ __forceinline__ void write(const float *diagonal, uint32_t t, int l) const {
+    // (g, g) and (8 + g, 8 + g) of the warp's diagonal block, where the lane has them.
+    __device__ __forceinline__ void choose(const float *diagonal, int l) {
+        const bool odd = Lane(l).g & 1;
+        square[0] = odd ? diagonal[1] : diagonal[0], square[1] = odd ? diagonal[7] : diagonal[6];
+    }
+    __device__ __forceinline__ void write(uint32_t t, int l) const {
         const Lane at(l);
         __syncwarp();                  // the others' reads
-        if (at.q != at.g / 2) return;  // who stays has (g, g) and (8 + g, 8 + g)
+        if (at.q != at.g / 2) return;  // who stays has what choose() chose
         const int odd = at.g & 1;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float r = ptx::rsqrt_approx_ftz((odd ? diagonal[6 * i + 1] : diagonal[6 * i]) + 1e-6f);
+            const float r = ptx::rsqrt_approx_ftz(square[i] + 1e-6f);
             ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 * i + odd), r);
             ptx::st_shared_f32(t + 4 * (table::kNormK + 8 * i + at.g), r);
             ptx::st_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g), r * beta_gamma[i]);
