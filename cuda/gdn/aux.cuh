@@ -337,12 +337,14 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
         s1 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
     }
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
+    float f[6] = {e[0] * s0 * r.x, e[1] * s0 * r.y, e[2] * s1 * r.x, e[3] * s1 * r.y, e[4] * s1 * r.z, e[5] * s1 * r.w};
+    ptx::register_fence(f);  // not once for each warp
     uint32_t block[4];
     for_warp(w, [&](auto warp) {
         const float *b = d + 8 * decltype(warp)::value;
-        block[0] = term<T, kSecond>(b[0] * (e[0] * s0 * r.x), b[1] * (e[1] * s0 * r.y));
-        block[1] = term<T, kSecond>(b[2] * (e[2] * s1 * r.x), b[3] * (e[3] * s1 * r.y));
-        block[3] = term<T, kSecond>(b[6] * (e[4] * s1 * r.z), b[7] * (e[5] * s1 * r.w));
+        block[0] = term<T, kSecond>(b[0] * f[0], b[1] * f[1]);
+        block[1] = term<T, kSecond>(b[2] * f[2], b[3] * f[3]);
+        block[3] = term<T, kSecond>(b[6] * f[4], b[7] * f[5]);
     });
     block[2] = 0;
     ptx::stmatrix_x4(to ^ (w * 32), block);

@@ -12,7 +12,10 @@ struct Lane {
     __device__ __forceinline__ explicit Lane(int l) {
         uint32_t opaque[1] = {static_cast<uint32_t>(l)};
         ptx::register_fence(opaque);
-        lane = static_cast<int>(opaque[0]), g = lane >> 2, q = lane & 3;
+        lane = static_cast<int>(opaque[0]), q = lane & 3;
+        opaque[0] >>= 2;
+        ptx::register_fence(opaque);  // else each address 4 (g + constant) becomes a sum and a mask of its own
+        g = static_cast<int>(opaque[0]);
     }
 };
 
@@ -89,13 +92,13 @@ template <class C>
 __device__ __forceinline__ float query_norm(uint32_t tile, int w, int l) {
     using Tile = typename Smem<C>::Tile;
     const Lane at(l);
-    const uint32_t from = product_block(tile, w, 0, at.lane);
+    uint32_t from = product_block(tile, w, 0, at.lane);
     float sum[2] = {};
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; panel++) {
+#pragma unroll 1
+    for (int panel = 0; panel < Tile::kPanels; panel++, from += Tile::kPanelStrideBytes) {
         uint32_t x[4][4];
 #pragma unroll
-        for (int s = 0; s < 4; s++) ptx::ldmatrix_x4(x[s], (from ^ (s * 32)) + panel * Tile::kPanelStrideBytes);
+        for (int s = 0; s < 4; s++) ptx::ldmatrix_x4(x[s], from ^ (s * 32));
         add_squares<typename C::T>(sum, x);
     }
     const bool odd = at.q & 1;

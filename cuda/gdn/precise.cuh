@@ -232,9 +232,9 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             issue_product<C>(d, k, k);
             Diagonal diagonal;
             Weights weights;
+            smem.tables().wait_full(factors);
             float norm_q = 0.0f;
             if constexpr (C::kL2Norm && C::kOutputs) norm_q = query_norm<C>(ptx::shared_address(smem.q[tile.stage]), w, lane);
-            smem.tables().wait_full(factors);
             KeyNorms norms;
             if constexpr (C::kL2Norm) norms.read(tw, lane);
             if constexpr (C::kL2Norm && C::kOutputs) scale_by_query_norm(norm_q, params.scale, tw, lane);
