@@ -24,8 +24,6 @@
 // number is a template parameter only where they differ. Lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
 #pragma once
-#include <type_traits>
-
 #include "norms.cuh"
 #include "ptx/cta.cuh"
 #include "ptx/math.cuh"
@@ -68,20 +66,39 @@ struct Diagonal {
 
 __device__ __forceinline__ uint32_t pack_f16(float lo, float hi) { return ptx::cvt_rn_f16x2(lo, hi); }
 
+template <int w>
+struct WarpNumber {
+    static constexpr int value = w;
+    constexpr __host__ __device__ __forceinline__ operator int() const { return w; }
+};
+
 // Calls f with the warp's number as a constant.
 template <class F>
 __device__ __forceinline__ void for_warp(int w, F f) {
     if (w < 2) {
         if (w == 0)
-            f(std::integral_constant<int, 0>{});
+            f(WarpNumber<0>{});
         else
-            f(std::integral_constant<int, 1>{});
+            f(WarpNumber<1>{});
     } else {
         if (w == 2)
-            f(std::integral_constant<int, 2>{});
+            f(WarpNumber<2>{});
         else
-            f(std::integral_constant<int, 3>{});
+            f(WarpNumber<3>{});
     }
+}
+template <int w, class F>
+__device__ __forceinline__ void for_warp(WarpNumber<w> warp, F f) {
+    f(warp);
+}
+
+// The same, or with the number as it is where the warps share code.
+template <class C, class F>
+__device__ __forceinline__ void for_warp_or_all(int w, F f) {
+    if constexpr (C::kSharedCode)
+        f(w);
+    else
+        for_warp(w, f);
 }
 
 // One row of 64 x 64 products X Y^T, all K.
@@ -115,8 +132,8 @@ __device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, const
 }
 
 // Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row.
-template <class C, bool kSecond>
-__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, int w,
+template <class C, bool kSecond, class W>
+__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, W w,
                                          int l) {
     const Lane at(l);
     float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
@@ -304,20 +321,16 @@ __device__ __forceinline__ uint32_t term(float a, float b) {
 }
 
 // Row w of Q K^T -> P, or its second terms.
-template <class C, bool kSecond = false>
-__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, int w,
+template <class C, bool kSecond, class W>
+__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, W w,
                                         int l) {
     if constexpr (!C::kOutputs) return;
     using T = typename C::T;
     const Lane at(l);
     const uint32_t to = product_block(P, w, 0, at.lane);
     if (w > 0) {
-        constexpr int kFactor = C::kL2Norm ? table::kRowDecay : table::kRowDecayScaled;
-        float f0 = ptx::ld_shared_f32(t + 4 * (kFactor + at.g)), f1 = ptx::ld_shared_f32(t + 4 * (kFactor + 8 + at.g));
-        if constexpr (C::kL2Norm) {
-            f0 *= ptx::ld_shared_f32(t + 4 * (table::kRowScale + at.g));
-            f1 *= ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
-        }
+        const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
+        const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
 #pragma unroll
         for (int j = 0; j < 3; j++) {
             if (j >= w) break;
@@ -330,14 +343,9 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
         }
     }
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
-    float s0 = scale, s1 = scale;
-    if constexpr (C::kL2Norm) {
-        r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
-        s0 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + at.g));
-        s1 = ptx::ld_shared_f32(t + 4 * (table::kRowScale + 8 + at.g));
-    }
+    if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    float f[6] = {e[0] * s0 * r.x, e[1] * s0 * r.y, e[2] * s1 * r.x, e[3] * s1 * r.y, e[4] * s1 * r.z, e[5] * s1 * r.w};
+    float f[6] = {e[0] * scale * r.x, e[1] * scale * r.y, e[2] * scale * r.x, e[3] * scale * r.y, e[4] * scale * r.z, e[5] * scale * r.w};
     ptx::register_fence(f);  // not once for each warp
     uint32_t block[4];
     for_warp(w, [&](auto warp) {
@@ -393,12 +401,14 @@ struct Substitution {
     }
 
     // Products that wait for no other: warps 0 and 2 have X33 M32, X33 M31 in y, warp 1 X22 M21, X22 M20; warp 3 ends with X10.
-    __device__ __forceinline__ void first(float (&y)[2][8], int w) const {
+    template <class W>
+    __device__ __forceinline__ void first(float (&y)[3][8], W w) const {
         uint32_t a[4], b[4];
         if (w < 3) {
             const int row = w == 1 ? 2 : 3;
             ptx::ldmatrix_x4(a, x(row));
             product(y[0], a, row, row - 1), product(y[1], a, row, row - 2);
+            if (!C::kSharedCode && w == 0) product(y[2], a, 3, 0);
         } else {
             float z[8];
             ptx::ldmatrix_x4(a, x(1));
@@ -413,17 +423,17 @@ struct Substitution {
     }
 
     template <int w>
-    __device__ __forceinline__ void second(float (&y)[2][8]) const {
+    __device__ __forceinline__ void second(float (&y)[3][8]) const {
         uint32_t a[4], b[4];
         if constexpr (w == 0) {  // block 30
-            float x32[8] = {}, y0[8], r[8] = {};
+            float x32[8] = {}, r[8] = {};
             pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
-            ptx::ldmatrix_x4(a, x(3)), product(y0, a, 3, 0);
+            if constexpr (C::kSharedCode) ptx::ldmatrix_x4(a, x(3)), product(y[2], a, 3, 0);  // registers are short above
             pack_block(a, x32);
-            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
+            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y[2], a, b);
             ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y[1], a, b);
-            pack_block(a, y0);
+            pack_block(a, y[2]);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r, a, b);
             ptx::barrier_sync(x10_barrier, 96);
             pack_block(a, y[1]);
@@ -456,10 +466,11 @@ struct Substitution {
     }
 
     // The result is the chunk's weight.
-    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6], int w) const {
-        float y[2][8];
+    template <class W>
+    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6], W w) const {
+        float y[3][8];
         first(y, w);
-        store_p<C>(qk, e, tw, P, scale, w, lane);
+        store_p<C, false>(qk, e, tw, P, scale, w, lane);
         const int weight = chunk_weight<C>(weights, lane);
         for_warp(w, [&](auto warp) { second<decltype(warp)::value>(y); });
         return weight;

@@ -1,5 +1,5 @@
-// The gate warps of gdn_fwd_kernel: from g and beta to the table of row and column factors of a chunk. What
-// l2norm adds is AUX's (norms.cuh).
+// The gate warps of gdn_fwd_kernel: from g and beta to the table of row and column factors of a chunk; and, under
+// l2norm with 128 columns of V, the norms of q, which nobody wants before O is stored. The others are AUX's (norms.cuh).
 //
 // Decays are differences of cumulative log2 decays. No difference of infinities arises: a token's log2 decay is raised to -128
 // first. A factor over a span that holds a token below -128 is less than 2^-128 in truth and 0 in fp32 (ex2 flushes below
@@ -7,8 +7,7 @@
 // last place is 2^-11: the error of a factor is below 2^-11 ln 2 even when every other token resets the state.
 // Differences are limited to <= 0, since the tree sum is not monotone in the last place.
 #pragma once
-#include "items.cuh"
-#include "ptx/math.cuh"
+#include "norms.cuh"
 
 namespace linattn::cuda::gdn {
 
@@ -75,6 +74,21 @@ __device__ __forceinline__ void store2(float *s_table, int offset, int place, fl
     *reinterpret_cast<float2 *>(s_table + offset + place) = make_float2(a, b);
 }
 
+// 1/|q_i| of the tile's rows: lane l has rows 2l and 2l + 1.
+template <class C>
+__device__ __forceinline__ void query_norms(float *norms, uint32_t q) {
+    using Tile = typename Smem<C>::Tile;
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        const int lane = opaque_lane(), row = 2 * lane + (i ^ (lane >> 2 & 1));
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int panel = 0; panel < Tile::kPanels; panel++)
+            sum += squares<typename C::T, 4>(q + panel * Tile::kPanelStrideBytes, row);
+        norms[row] = inverse_norm(sum);
+    }
+}
+
 // The table of a chunk. Lane l has tokens 2l and 2l + 1; x: their log2 decays.
 __device__ __forceinline__ void fill_table(float *t, const float (&x)[2], const float (&beta)[2], float scale) {
     const int lane = opaque_lane(), token = 2 * lane, column = table::column_order(token);
@@ -115,6 +129,8 @@ __device__ __forceinline__ RingState<kStages> at_chunk(uint32_t n) {
 // need no arithmetic. Beside the state loop every branch and every dependent instruction costs several times its time.
 template <class C, bool kPlain>
 __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &smem, const Item &item, uint32_t n, int at) {
+    // With 24 registers there is no room for them beside the norms.
+    constexpr bool kFetchEarly = !C::kGatesNormQueries;
     const DeltaParams &p = params.p;
     int remaining = item.length - at;
     TokenPair<kPlain> g(p.g, item, at + 2 * opaque_lane()), betas(p.beta, item, at + 2 * opaque_lane());
@@ -140,10 +156,25 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
                 x[i] = left > i ? log2_decay(params, x[i], item.bias, item.amplitude) : 0.0f;
             }
         }
-        g.fetch(p.g, left - 2 * kChunk);
-        betas.fetch(p.beta, left - 2 * kChunk);
+        if constexpr (kFetchEarly) {
+            g.fetch(p.g, left - 2 * kChunk);
+            betas.fetch(p.beta, left - 2 * kChunk);
+        }
         fill_table(smem.table[stage], x, beta, params.scale);
         warp_arrive(smem.tables().full(stage), threadIdx.x % 32);
+        if constexpr (C::kGatesNormQueries) {
+            // That AUX has left chunk n - kTileStages means that its tile landed; else the parity of its phase, which this warp
+            // did not wait for, would pass for that of chunk n.
+            smem.tables().wait_empty(at_chunk<kTableStages>(n + kTableStages - kTileStages));
+            const RingState<kTileStages> tile = at_chunk<kTileStages>(n);
+            smem.tiles().wait_full(tile);
+            query_norms<C>(smem.query_norm[tile.stage], ptx::shared_address(smem.q[tile.stage]));
+            warp_arrive(ptx::shared_address(&smem.query_norm_ready[tile.stage]), threadIdx.x % 32);
+        }
+        if constexpr (!kFetchEarly) {
+            g.fetch(p.g, remaining - 2 * kChunk - 2 * opaque_lane());
+            betas.fetch(p.beta, remaining - 2 * kChunk - 2 * opaque_lane());
+        }
     }
 }
 

@@ -1,5 +1,5 @@
-// l2norm, by AUX: q and k stay as they are, 1/|q| and 1/|k| go into the row and column factors of the table. |k|^2 is the diagonal of
-// K K^T; the squares of q are summed while K K^T is on its way. A warp has the norms of its 16 rows.
+// l2norm: q and k stay as they are. 1/|k| goes into the row and column factors of the table: |k|^2 is the diagonal of K K^T. 1/|q|
+// goes into O in the state loop; squares of q are summed by AUX, while K K^T is on its way, or by the gate warps (Config).
 #pragma once
 #include "items.cuh"
 #include "ptx/math.cuh"
@@ -19,7 +19,7 @@ struct Lane {
     }
 };
 
-// Address of lane `lane` for an stmatrix or ldmatrix of the 16x16 block (i, j) of A^, P or 64 columns of Q (64x64, 128-byte swizzle).
+// Address of lane `lane` for an stmatrix of the 16x16 block (i, j) of A^ or P (both 64x64, 128-byte swizzle).
 __device__ __forceinline__ uint32_t product_block(uint32_t tile, int i, int j, int lane) {
     return tile + (((16 * i + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) * 16)) ^ (j * 32));
 }
@@ -58,63 +58,57 @@ struct KeyNorms {
     }
 };
 
-// Squares of the four fragments of 16x64 numbers of T, added to the sums of rows g and g + 8. Those of bf16 stay in bf16 for eight at
-// a time, which leaves a norm within 2^-11 (RMS); fp16 has not the range for that.
+// Sum of the squares of sixteen numbers of T, added to two sums. Those of bf16 stay in bf16 for eight at a time, which leaves a
+// norm within 2^-11 (RMS); fp16 has not the range for that.
 template <class T>
-__device__ __forceinline__ void add_squares(float (&sum)[2], const uint32_t (&x)[4][4]) {
+__device__ __forceinline__ void add_squares(float (&sum)[2], const uint4 &x, const uint4 &y) {
     if constexpr (ptx::kIsBf16<T>) {
         const auto pair = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162 *>(&bits); };
-        __nv_bfloat162 squares[4];
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                squares[i] = s == 0 ? __hmul2(pair(x[s][i]), pair(x[s][i])) : __hfma2(pair(x[s][i]), pair(x[s][i]), squares[i]);
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const __nv_bfloat162 both = __hadd2(squares[row], squares[row + 2]);
-            const float2 s = unpack(T(), *reinterpret_cast<const uint32_t *>(&both));
-            sum[row] += s.x + s.y;
-        }
+        __nv_bfloat162 a = __hmul2(pair(x.x), pair(x.x)), b = __hmul2(pair(y.x), pair(y.x));
+        a = __hfma2(pair(x.y), pair(x.y), a), b = __hfma2(pair(y.y), pair(y.y), b);
+        a = __hfma2(pair(x.z), pair(x.z), a), b = __hfma2(pair(y.z), pair(y.z), b);
+        a = __hfma2(pair(x.w), pair(x.w), a), b = __hfma2(pair(y.w), pair(y.w), b);
+        a = __hadd2(a, b);
+        const float2 s = unpack(T(), *reinterpret_cast<const uint32_t *>(&a));
+        sum[0] += s.x, sum[1] += s.y;
     } else {
-        float odd[2] = {};
+        const uint32_t word[8] = {x.x, y.x, x.y, y.y, x.z, y.z, x.w, y.w};
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const float2 s = unpack(T(), x[i / 4][i % 4]);
-            sum[i % 2] = fmaf(s.x, s.x, sum[i % 2]), odd[i % 2] = fmaf(s.y, s.y, odd[i % 2]);
+        for (int i = 0; i < 8; i++) {
+            const float2 s = unpack(T(), word[i]);
+            sum[0] = fmaf(s.x, s.x, sum[0]), sum[1] = fmaf(s.y, s.y, sum[1]);
         }
-        sum[0] += odd[0], sum[1] += odd[1];
     }
 }
 
-// 1/|q_i| of row g of warp w's where q is even, of row g + 8 where it is odd. tile: of Q.
+// Squares of 16 kPairs numbers of row `row`, from a place in a panel of the tile on; eight lanes on eight rows that differ mod 8
+// read without bank conflicts. Beside the state warpgroups an instruction that waits for another takes ten cycles and more: few
+// instructions, two loads at a time.
+template <class T, int kPairs>
+__device__ __forceinline__ float squares(uint32_t panel, int row, uint32_t place = 0) {
+    float sum[2] = {};
+    const uint32_t first = panel + row * 128 + ((row & 7) * 16 ^ place);
+#pragma unroll 1
+    for (uint32_t pair = 0; pair < 32 * kPairs; pair += 32)
+        add_squares<T>(sum, ptx::ld_shared_v4_u32(first ^ pair), ptx::ld_shared_v4_u32(first ^ pair ^ 16));
+    return sum[0] + sum[1];
+}
+
+__device__ __forceinline__ float inverse_norm(float squares) { return ptx::rsqrt_approx_ftz(squares + 1e-6f); }
+
+// 1/|q_i| of the 16 rows of warp w, two lanes a row. The sums are those of query_norms in gates.cuh, to the bit.
 template <class C>
-__device__ __forceinline__ float query_norm(uint32_t tile, int w, int l) {
+__device__ __forceinline__ void query_norms_of_warp(float *norms, uint32_t q, int w, int l) {
     using Tile = typename Smem<C>::Tile;
     const Lane at(l);
-    uint32_t from = product_block(tile, w, 0, at.lane);
-    float sum[2] = {};
-#pragma unroll 1
-    for (int panel = 0; panel < Tile::kPanels; panel++, from += Tile::kPanelStrideBytes) {
-        uint32_t x[4][4];
-#pragma unroll
-        for (int s = 0; s < 4; s++) ptx::ldmatrix_x4(x[s], from ^ (s * 32));
-        add_squares<typename C::T>(sum, x);
-    }
-    const bool odd = at.q & 1;
-    float own = odd ? sum[1] : sum[0];
-    own += __shfl_xor_sync(~0u, odd ? sum[0] : sum[1], 1);
-    own += __shfl_xor_sync(~0u, own, 2);
-    return ptx::rsqrt_approx_ftz(own + 1e-6f);
-}
-
-// What query_norm found, into the row factors. t: table at the warp's first row.
-__device__ __forceinline__ void scale_by_query_norm(float norm, float scale, uint32_t t, int l) {
-    const Lane at(l);
-    if (at.q > 1) return;
-    const uint32_t row = t + 4 * (at.g + 8 * at.q);
-    ptx::st_shared_f32(row + 4 * table::kScaledGamma, norm * ptx::ld_shared_f32(row + 4 * table::kScaledGamma));
-    ptx::st_shared_f32(row + 4 * table::kRowScale, norm * scale);
+    const int row = 16 * w + (at.lane & 15), half = at.lane >> 4;
+    float sum;
+    if constexpr (Tile::kPanels == 2)
+        sum = squares<typename C::T, 4>(q + half * Tile::kPanelStrideBytes, row);
+    else
+        sum = squares<typename C::T, 2>(q, row, half * 64);
+    sum += __shfl_xor_sync(~0u, sum, 16);
+    if (half == 0) norms[row] = inverse_norm(sum);
 }
 
 }  // namespace linattn::cuda::gdn

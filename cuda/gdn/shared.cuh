@@ -33,6 +33,11 @@ struct Config {
     static constexpr int D = kD, kColumns = kVCols;
     static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf == Pass::Outputs;
     static constexpr int kStateGroups = kColumns / 64;
+    // AUX is what the kernel with two state warpgroups waits for, the gate warps what that with one would wait for.
+    static constexpr bool kGatesNormQueries = kL2Norm && kOutputs && kStateGroups == 2;
+    static constexpr bool kAuxNormsQueries = kL2Norm && kOutputs && kStateGroups == 1;
+    // Do AUX's warps share code? See aux.cuh.
+    static constexpr bool kSharedCode = kL2Norm;
     // Half as many channels, twice the squares of products of random keys: one term of V' in bf16 is then too few for the state.
     static constexpr bool kBf16 = ptx::kIsBf16<T>;
     static constexpr int kValueTerms = D == 64 && kBf16 ? 2 : 1;
@@ -59,14 +64,13 @@ namespace table {
 constexpr int kNegBeta = 0;                      // -beta_i
 constexpr int kRowDecay = kNegBeta + 64;         // 2^(G_i - G_ref(i))
 constexpr int kRowDecayScaled = kRowDecay + 64;  // ... times scale
-constexpr int kRowScale = kRowDecayScaled;       // under l2norm, by AUX, instead: scale / |q_i|
 constexpr int kG = kRowDecayScaled + 64;         // G_i
 constexpr int kColumnG = kG + 64;                // G_j, column order
 constexpr int kColumnDecay = kColumnG + 64;      // [3][64] 2^(G_16w - G_j), w = 1..3, column order
 constexpr int kBeta = kColumnDecay + 192;        // beta_i
 constexpr int kBetaGamma = kBeta + 64;           // beta_i 2^G_i (AUX: times 1/|k_i|)
 constexpr int kRho = kBetaGamma + 64;            // 2^(G_last - G_i) (AUX: times 1/|k_i|)
-constexpr int kScaledGamma = kRho + 64;          // scale 2^G_i (AUX: times 1/|q_i|)
+constexpr int kScaledGamma = kRho + 64;          // scale 2^G_i
 constexpr int kChunkDecay = kScaledGamma + 64;   // 2^G_last, one number
 constexpr int kFirstPrecise = kChunkDecay + 1;   // by AUX: the first token in two terms, as an integer
 constexpr int kColumnNormK = kChunkDecay + 4;    // 1/|k_j|, column order; from here on for l2norm only, by AUX
@@ -117,6 +121,7 @@ struct alignas(1024) Smem {
     uint8_t a[C::kProductStages][Product::kBytes];
     uint8_t p[C::kOutputs ? C::kProductStages : 0][Product::kBytes];
     InverseScratch inverse[C::kAuxGroups];
+    float query_norm[C::kL2Norm && C::kOutputs ? kTileStages : 0][kChunk];  // 1/|q_i|, in the stage of the tile
     float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
     Item item[kItemStages];
     uint32_t items;  // of the launch, see items.cuh
@@ -126,6 +131,7 @@ struct alignas(1024) Smem {
     uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
         product_barriers[2 * C::kProductStages], item_barriers[2 * kItemStages];
     uint64_t output_ready[kValueStages];  // O of a chunk lies where its V was
+    uint64_t query_norm_ready[kTileStages];
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
 

@@ -7,7 +7,7 @@
 // from, in fp32, so that the largest part of V' is rounded once, as the operand of P V' and K^T V''.
 // Groups in issue order, per chunk:
 //   pack S -> [K S] -> [Q S]; S *= gamma_C; V fragments, times beta; wait 1; U -> [A^ U]; wait 1; O *= scale gamma; wait 0;
-//   V' -> [P V']; V'' = rho V' -> [K^T V'']; wait 1; O to shared memory where V was; wait 0
+//   V' -> [P V']; V'' = rho V' -> [K^T V'']; wait 1; O, times 1/|q| under l2norm, to shared memory where V was; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 // Two warpgroups would set out together whenever AUX has finished a chunk, and then want the tensor cores at the same time and
 // leave them idle at the same time. So they take turns: one issues K S once the other has issued P V'.
@@ -93,6 +93,16 @@ struct StateLoop {
     // O to where V was; the products and the table are no longer needed.
     __device__ __forceinline__ void store_outputs(float (&o)[32], uint32_t v, int lane) const {
         warp_arrive(smem.products().empty(product.stage), lane);
+        if constexpr (C::kL2Norm) {
+            if constexpr (C::kGatesNormQueries)
+                ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
+            const uint32_t norms = ptx::shared_address(smem.query_norm[tile.stage]) + (lane & 3) * 8;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float2 r = ptx::ld_shared_v2_f32(norms + j * 32);
+                o[4 * j] *= r.x, o[4 * j + 1] *= r.y, o[4 * j + 2] *= r.x, o[4 * j + 3] *= r.y;
+            }
+        }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint32_t r[4];
