@@ -17,12 +17,13 @@
 // of L, in the row or in all rows up to it, add up to more than the constants below, the chunk is computed in two terms
 // (precise.cuh, state.cuh). What a token gets depends on the tokens up to it alone.
 //
-// l2norm: q and k stay as they are; 1/|q| and 1/|k| go into row and column factors, so nothing is rounded once more (norms.cuh).
+// l2norm: q and k stay as they are. The diagonal of K K^T holds |k_i|^2; 1/|k| goes into row and column factors, 1/|q| into O in
+// the state loop, so nothing is rounded once more (norms.cuh).
 //
-// Instructions come from a cache that the roles' loops overflow, and what is fetched anew each chunk costs more than what is
-// executed (docs/gdn.md): so the warps share the code of what they have in common, the scaling of K K^T and Q K^T, and a warp's
-// number is a template parameter only where they differ. Lane-derived values are taken through an opaque copy of the lane
+// The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
+// Under l2norm that is too much code: the loops overflow the instruction cache, and the SMs of a GPC wait for each other's
+// instructions (docs/gdn.md). There the warps share the code that scales K K^T and Q K^T (Config::kSharedCode).
 #pragma once
 #include "norms.cuh"
 #include "ptx/cta.cuh"
@@ -131,7 +132,8 @@ __device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, const
     return c;
 }
 
-// Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row.
+// Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row. w: a
+// WarpNumber, or an int where warps share code.
 template <class C, bool kSecond, class W>
 __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, W w,
                                          int l) {
@@ -166,10 +168,10 @@ __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weig
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     for_warp(w, [&](auto warp) {
-    const float *b = d + 8 * decltype(warp)::value;
-    n.a[0] = b[0] * n0 * r.x, n.a[1] = b[1] * n0 * r.y;
-    n.e[0] = b[6] * n1 * r.z, n.e[1] = b[7] * n1 * r.w;
-    n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
+        const float *b = d + 8 * decltype(warp)::value;
+        n.a[0] = b[0] * n0 * r.x, n.a[1] = b[1] * n0 * r.y;
+        n.e[0] = b[6] * n1 * r.z, n.e[1] = b[7] * n1 * r.w;
+        n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
     });
 }
 
@@ -345,7 +347,8 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    float f[6] = {e[0] * scale * r.x, e[1] * scale * r.y, e[2] * scale * r.x, e[3] * scale * r.y, e[4] * scale * r.z, e[5] * scale * r.w};
+    float f[6] = {e[0] * scale * r.x, e[1] * scale * r.y, e[2] * scale * r.x,
+                  e[3] * scale * r.y, e[4] * scale * r.z, e[5] * scale * r.w};
     ptx::register_fence(f);  // not once for each warp
     uint32_t block[4];
     for_warp(w, [&](auto warp) {
@@ -378,7 +381,7 @@ __device__ __forceinline__ void pack_block(uint32_t (&r)[4], const float (&d)[8]
 }
 
 // The blocks of the inverse below the diagonal, and, woven in behind the first products, the warp's row of P and the chunk's
-// weight, which are code that the four warps share. M, X, X10: addresses of the lane; tw: table at the warp's first row.
+// weight. M, X, X10: addresses of the lane; tw: table at the warp's first row.
 template <class C>
 struct Substitution {
     uint32_t tw, M, X, X10, A, P, weights, x10_barrier;
@@ -400,7 +403,8 @@ struct Substitution {
         ptx::ldmatrix_x4_trans(b, m(i, j)), multiply(y, a, b);
     }
 
-    // Products that wait for no other: warps 0 and 2 have X33 M32, X33 M31 in y, warp 1 X22 M21, X22 M20; warp 3 ends with X10.
+    // Products that wait for no other: warps 0 and 2 have X33 M32, X33 M31 in y, warp 0 also X33 M30 unless registers are short,
+    // warp 1 X22 M21, X22 M20; warp 3 ends with X10.
     template <class W>
     __device__ __forceinline__ void first(float (&y)[3][8], W w) const {
         uint32_t a[4], b[4];
@@ -429,7 +433,7 @@ struct Substitution {
             float x32[8] = {}, r[8] = {};
             pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
-            if constexpr (C::kSharedCode) ptx::ldmatrix_x4(a, x(3)), product(y[2], a, 3, 0);  // registers are short above
+            if constexpr (C::kSharedCode) ptx::ldmatrix_x4(a, x(3)), product(y[2], a, 3, 0);
             pack_block(a, x32);
             ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y[2], a, b);
             ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y[1], a, b);

@@ -185,9 +185,8 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     ptx::wgmma_wait_group<0>();
     ptx::register_fence(d);
     Weights weights;
-    for_warp_or_all<C>(w, [&](auto warp) {
-        scale_kk<C, true>(d, n, weights, tw, ptx::shared_address(scratch.M[parity ^ 1]), warp, lane);
-    });
+    for_warp_or_all<C>(
+        w, [&](auto warp) { scale_kk<C, true>(d, n, weights, tw, ptx::shared_address(scratch.M[parity ^ 1]), warp, lane); });
     DiagonalDecays(tw, lane).get(e, lane);
     decay_diagonal(n, e, lane);
     inverse.invert_diagonal(n, w);

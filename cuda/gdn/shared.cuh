@@ -33,10 +33,10 @@ struct Config {
     static constexpr int D = kD, kColumns = kVCols;
     static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf == Pass::Outputs;
     static constexpr int kStateGroups = kColumns / 64;
-    // AUX is what the kernel with two state warpgroups waits for, the gate warps what that with one would wait for.
+    // Who sums the squares of q: the kernel with two state warpgroups waits for AUX, that with one would for the gate warps.
     static constexpr bool kGatesNormQueries = kL2Norm && kOutputs && kStateGroups == 2;
     static constexpr bool kAuxNormsQueries = kL2Norm && kOutputs && kStateGroups == 1;
-    // Do AUX's warps share code? See aux.cuh.
+    // Do AUX's warps share code? It takes them longer, but fits the instruction cache better. See aux.cuh.
     static constexpr bool kSharedCode = kL2Norm;
     // Half as many channels, twice the squares of products of random keys: one term of V' in bf16 is then too few for the state.
     static constexpr bool kBf16 = ptx::kIsBf16<T>;

@@ -18,7 +18,8 @@ __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int
 
 // store_state for what checkpoints usually are, contiguous and fp32: then offsets are constants.
 template <int D>
-__device__ __forceinline__ void store_checkpoint(const float (&s)[D / 2], const Tensor &t, int64_t row, int head, int v, int k) {
+__device__ __forceinline__ void store_checkpoint(const float (&s)[D / 2], const Tensor &t, int64_t row, int head, int v,
+                                                 int k) {
     const int64_t step_k = t.stride[2], step_v = t.stride[3];
     float *to = reinterpret_cast<float *>(t.data) + (row * t.stride[0] + head * t.stride[1] + k * step_k + v * step_v);
     if (t.dtype == DType::F32 && step_k == D && step_v == 1) {
