@@ -123,10 +123,10 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
 
 // Decays from column block j < w to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
 template <class C>
-__device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, const Lane &at) {
-    float4 c = ptx::ld_shared_v4_f32(t + 192 * w + 4 * (table::kColumnDecay - 64 + 16 * j) + at.q * 16);
+__device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, int q) {
+    float4 c = ptx::ld_shared_v4_f32(t + 192 * w + 4 * (table::kColumnDecay - 64 + 16 * j) + q * 16);
     if constexpr (C::kL2Norm) {
-        const float4 r = ptx::ld_shared_v4_f32(t - 64 * w + 4 * (table::kColumnNormK + 16 * j) + at.q * 16);
+        const float4 r = ptx::ld_shared_v4_f32(t - 64 * w + 4 * (table::kColumnNormK + 16 * j) + q * 16);
         c.x *= r.x, c.y *= r.y, c.z *= r.z, c.w *= r.w;
     }
     return c;
@@ -137,7 +137,7 @@ __device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, const
 template <class C, bool kSecond, class W>
 __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, W w,
                                          int l) {
-    const Lane at(l);
+    const LaneOf<C::kSharedCode> at(l);
     float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
           n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
     if constexpr (C::kL2Norm)
@@ -150,7 +150,7 @@ __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weig
         for (int j = 0; j < 3; j++) {
             if (j >= w) break;
             const float *b = d + 8 * j;
-            const float4 c = column_factors<C>(t, w, j, at);
+            const float4 c = column_factors<C>(t, w, j, at.q);
             const float m[8] = {b[0] * f0 * c.x, b[1] * f0 * c.y, b[2] * f1 * c.x, b[3] * f1 * c.y,
                                 b[4] * f0 * c.z, b[5] * f0 * c.w, b[6] * f1 * c.z, b[7] * f1 * c.w};
             uint32_t block[4];
@@ -328,7 +328,7 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
                                         int l) {
     if constexpr (!C::kOutputs) return;
     using T = typename C::T;
-    const Lane at(l);
+    const LaneOf<C::kSharedCode> at(l);
     const uint32_t to = product_block(P, w, 0, at.lane);
     if (w > 0) {
         const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
@@ -337,7 +337,7 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
         for (int j = 0; j < 3; j++) {
             if (j >= w) break;
             const float *b = d + 8 * j;
-            const float4 c = column_factors<C>(t, w, j, at);
+            const float4 c = column_factors<C>(t, w, j, at.q);
             ptx::stmatrix_x4(
                 to ^ (j * 32),
                 {term<T, kSecond>(b[0] * c.x * f0, b[1] * c.y * f0), term<T, kSecond>(b[2] * c.x * f1, b[3] * c.y * f1),
@@ -349,7 +349,7 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
     float f[6] = {e[0] * scale * r.x, e[1] * scale * r.y, e[2] * scale * r.x,
                   e[3] * scale * r.y, e[4] * scale * r.z, e[5] * scale * r.w};
-    ptx::register_fence(f);  // not once for each warp
+    if constexpr (C::kSharedCode) ptx::register_fence(f);  // or else they are computed behind the branch, once for each warp
     uint32_t block[4];
     for_warp(w, [&](auto warp) {
         const float *b = d + 8 * decltype(warp)::value;

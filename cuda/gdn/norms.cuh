@@ -7,17 +7,22 @@
 
 namespace linattn::cuda::gdn {
 
-struct Lane {
+// kFenced: g too is opaque, or else each address 4 (g + constant) becomes a sum and a mask of its own.
+template <bool kFenced>
+struct LaneOf {
     int lane, g, q;
-    __device__ __forceinline__ explicit Lane(int l) {
+    __device__ __forceinline__ explicit LaneOf(int l) {
         uint32_t opaque[1] = {static_cast<uint32_t>(l)};
         ptx::register_fence(opaque);
-        lane = static_cast<int>(opaque[0]), q = lane & 3;
-        opaque[0] >>= 2;
-        ptx::register_fence(opaque);  // else each address 4 (g + constant) becomes a sum and a mask of its own
-        g = static_cast<int>(opaque[0]);
+        lane = static_cast<int>(opaque[0]), g = lane >> 2, q = lane & 3;
+        if constexpr (kFenced) {
+            uint32_t row[1] = {opaque[0] >> 2};
+            ptx::register_fence(row);
+            g = static_cast<int>(row[0]);
+        }
     }
 };
+using Lane = LaneOf<false>;
 
 // Address of lane `lane` for an stmatrix of the 16x16 block (i, j) of A^ or P (both 64x64, 128-byte swizzle).
 __device__ __forceinline__ uint32_t product_block(uint32_t tile, int i, int j, int lane) {
@@ -30,7 +35,7 @@ struct KeyNorms {
     float beta_gamma[2], rho[2], square[2];
 
     __device__ __forceinline__ void read(uint32_t t, int l) {
-        const Lane at(l);
+        const LaneOf<true> at(l);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             beta_gamma[i] = ptx::ld_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g));
@@ -39,11 +44,11 @@ struct KeyNorms {
     }
     // (g, g) and (8 + g, 8 + g) of the warp's diagonal block, where the lane has them.
     __device__ __forceinline__ void choose(const float *diagonal, int l) {
-        const bool odd = Lane(l).g & 1;
+        const bool odd = LaneOf<true>(l).g & 1;
         square[0] = odd ? diagonal[1] : diagonal[0], square[1] = odd ? diagonal[7] : diagonal[6];
     }
     __device__ __forceinline__ void write(uint32_t t, int l) const {
-        const Lane at(l);
+        const LaneOf<true> at(l);
         __syncwarp();                  // the others' reads
         if (at.q != at.g / 2) return;  // who stays has what choose() chose
         const int odd = at.g & 1;

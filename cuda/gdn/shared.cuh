@@ -37,7 +37,7 @@ struct Config {
     static constexpr bool kGatesNormQueries = kL2Norm && kOutputs && kStateGroups == 2;
     static constexpr bool kAuxNormsQueries = kL2Norm && kOutputs && kStateGroups == 1;
     // Do AUX's warps share code? It takes them longer, but fits the instruction cache better. See aux.cuh.
-    static constexpr bool kSharedCode = kL2Norm;
+    static constexpr bool kSharedCode = kL2Norm && !kGatesNormQueries;
     // Half as many channels, twice the squares of products of random keys: one term of V' in bf16 is then too few for the state.
     static constexpr bool kBf16 = ptx::kIsBf16<T>;
     static constexpr int kValueTerms = D == 64 && kBf16 ? 2 : 1;

@@ -455,11 +455,8 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
             for (int i = 0; i < C::D / 2; i++)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
-        int left = item.length, due = INT32_MIN;  // tokens left now, and at the next checkpoint
-        if (C::kOutputs && p.checkpoint_every) {
-            const int every = static_cast<int>(p.checkpoint_every);
-            due = left - (every - item.before % every);
-        }
+        int left = item.length;
+        Checkpoints<C> checkpoints(p, item);
         while (true) {
             // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
             float chunk_decay;
@@ -467,12 +464,10 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
 #pragma unroll 1
             for (; true; left -= kChunk) {
                 if constexpr (C::kOutputs) {
-                    if (left == due) {
-                        const int every = static_cast<int>(p.checkpoint_every);
-                        due -= every;
-                        const int number = (item.before + item.length - left) / every - 1;
-                        const int64_t to = left < 0 ? -1 : checkpoint_row(p, item.sequence, number);
-                        if (to >= 0) store_checkpoint<C::D>(s, p.checkpoints, to, item.head, v, k);
+                    const int number = checkpoints.number(p, item, left);
+                    if (number >= 0) {
+                        const int64_t to = checkpoint_row(p, item.sequence, number);
+                        if (to >= 0) store_checkpoint<C>(s, p.checkpoints, to, item.head, v, k);
                     }
                 }
                 if (left <= 0) break;
