@@ -18,14 +18,14 @@
 // (precise.cuh, state.cuh). What a token gets depends on the tokens up to it alone.
 //
 // l2norm: q and k stay as they are. The diagonal of K K^T holds |k_i|^2; 1/|k| goes into row and column factors, 1/|q| into O in
-// the state loop, so nothing is rounded once more.
+// the state loop, so nothing is rounded once more (norms.cuh).
 //
 // The warp number is a template parameter of each phase, and lane-derived values are taken through an opaque copy of the lane
 // in each phase, so that they do not stay in registers from one phase to the next: 72 registers then suffice without spills.
+// Under l2norm that is too much code: the loops overflow the instruction cache, and the SMs of a GPC wait for each other's
+// instructions (docs/gdn.md). There the warps share the code that scales K K^T and Q K^T (Config::kSharedCode).
 #pragma once
-#include <type_traits>
-
-#include "items.cuh"
+#include "norms.cuh"
 #include "ptx/cta.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
@@ -37,15 +37,6 @@ namespace linattn::cuda::gdn {
 
 // Named barriers, one a group: block 10 of the inverse is in place (warps 0, 1 wait for 3); the four warps together.
 constexpr uint32_t kX10Barrier = 1, kGroupBarrier = 3;
-
-struct Lane {
-    int lane, g, q;
-    __device__ __forceinline__ explicit Lane(int l) {
-        uint32_t opaque[1] = {static_cast<uint32_t>(l)};
-        ptx::register_fence(opaque);
-        lane = static_cast<int>(opaque[0]), g = lane >> 2, q = lane & 3;
-    }
-};
 
 // What one term in bf16, two of V' or one in fp16 stand: the sum of the squares of a row of L, of the rows up to it, and one
 // element. See docs/gdn.md, Accuracy.
@@ -76,25 +67,39 @@ struct Diagonal {
 
 __device__ __forceinline__ uint32_t pack_f16(float lo, float hi) { return ptx::cvt_rn_f16x2(lo, hi); }
 
-// Address of lane `lane` for an stmatrix of the 16x16 block (i, j) of A^ or P (both 64x64, 128-byte swizzle).
-__device__ __forceinline__ uint32_t product_block(uint32_t tile, int i, int j, int lane) {
-    return tile + (((16 * i + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) * 16)) ^ (j * 32));
-}
+template <int w>
+struct WarpNumber {
+    static constexpr int value = w;
+    constexpr __host__ __device__ __forceinline__ operator int() const { return w; }
+};
 
 // Calls f with the warp's number as a constant.
 template <class F>
 __device__ __forceinline__ void for_warp(int w, F f) {
     if (w < 2) {
         if (w == 0)
-            f(std::integral_constant<int, 0>{});
+            f(WarpNumber<0>{});
         else
-            f(std::integral_constant<int, 1>{});
+            f(WarpNumber<1>{});
     } else {
         if (w == 2)
-            f(std::integral_constant<int, 2>{});
+            f(WarpNumber<2>{});
         else
-            f(std::integral_constant<int, 3>{});
+            f(WarpNumber<3>{});
     }
+}
+template <int w, class F>
+__device__ __forceinline__ void for_warp(WarpNumber<w> warp, F f) {
+    f(warp);
+}
+
+// The same, or with the number as it is where the warps share code.
+template <class C, class F>
+__device__ __forceinline__ void for_warp_or_all(int w, F f) {
+    if constexpr (C::kSharedCode)
+        f(w);
+    else
+        for_warp(w, f);
 }
 
 // One row of 64 x 64 products X Y^T, all K.
@@ -116,61 +121,36 @@ __device__ __forceinline__ void issue_product(float (&d)[32], uint32_t x, uint32
     ptx::wgmma_commit_group();
 }
 
-// The diagonal of row w of K K^T -> 1/|k_i| in the table, in the order of rows and of columns, and into the row factors that the
-// state loop reads. t: table at the warp's first row. The factors of the lane's two rows are read while K K^T is on its way.
-struct KeyNorms {
-    float beta_gamma[2], rho[2];
-
-    __device__ __forceinline__ void read(uint32_t t, int l) {
-        const Lane at(l);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            beta_gamma[i] = ptx::ld_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g));
-            rho[i] = ptx::ld_shared_f32(t + 4 * (table::kRho + 8 * i + at.g));
-        }
-    }
-    __device__ __forceinline__ void write(const float *diagonal, uint32_t t, int l) const {
-        const Lane at(l);
-        __syncwarp();                  // the others' reads
-        if (at.q != at.g / 2) return;  // who stays has (g, g) and (8 + g, 8 + g)
-        const int odd = at.g & 1;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float r = ptx::rsqrt_approx_ftz((odd ? diagonal[6 * i + 1] : diagonal[6 * i]) + 1e-6f);
-            ptx::st_shared_f32(t + 4 * (table::kColumnNormK + 4 * at.q + 2 * i + odd), r);
-            ptx::st_shared_f32(t + 4 * (table::kNormK + 8 * i + at.g), r);
-            ptx::st_shared_f32(t + 4 * (table::kBetaGamma + 8 * i + at.g), r * beta_gamma[i]);
-            ptx::st_shared_f32(t + 4 * (table::kRho + 8 * i + at.g), r * rho[i]);
-        }
-    }
-};
-
-// Decays from column block j to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
-template <class C, int w>
-__device__ __forceinline__ float4 column_factors(uint32_t t, int j, const Lane &at) {
-    float4 c = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnDecay + 64 * (w - 1) + 16 * (j - w)) + at.q * 16);
+// Decays from column block j < w to the first row of block w, times 1/|k| under l2norm. t: table at row 16 w.
+template <class C>
+__device__ __forceinline__ float4 column_factors(uint32_t t, int w, int j, int q) {
+    float4 c = ptx::ld_shared_v4_f32(t + 192 * w + 4 * (table::kColumnDecay - 64 + 16 * j) + q * 16);
     if constexpr (C::kL2Norm) {
-        const float4 r = ptx::ld_shared_v4_f32(t + 4 * (table::kColumnNormK + 16 * (j - w)) + at.q * 16);
+        const float4 r = ptx::ld_shared_v4_f32(t - 64 * w + 4 * (table::kColumnNormK + 16 * j) + q * 16);
         c.x *= r.x, c.y *= r.y, c.z *= r.z, c.w *= r.w;
     }
     return c;
 }
 
-// Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row.
-template <class C, int w, bool kSecond>
-__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, int l) {
-    const Lane at(l);
+// Row w of K K^T -> M (or its second terms), and the diagonal block without its decays. t: table at the warp's first row. w: a
+// WarpNumber, or an int where warps share code.
+template <class C, bool kSecond, class W>
+__device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weights &weights, uint32_t t, uint32_t M, W w,
+                                         int l) {
+    const LaneOf<C::kSharedCode> at(l);
     float n0 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + at.g)),
           n1 = ptx::ld_shared_f32(t + 4 * (table::kNegBeta + 8 + at.g));
     if constexpr (C::kL2Norm)
         n0 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + at.g)), n1 *= ptx::ld_shared_f32(t + 4 * (table::kNormK + 8 + at.g));
-    if constexpr (w > 0) {
+    if (w > 0) {
         const float f0 = n0 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + at.g));
         const float f1 = n1 * ptx::ld_shared_f32(t + 4 * (table::kRowDecay + 8 + at.g));
+        const uint32_t to = M + at.lane * 16 + w * (w - 1) / 2 * 512;
 #pragma unroll
-        for (int j = 0; j < w; j++) {
+        for (int j = 0; j < 3; j++) {
+            if (j >= w) break;
             const float *b = d + 8 * j;
-            const float4 c = column_factors<C, w>(t, j, at);
+            const float4 c = column_factors<C>(t, w, j, at.q);
             const float m[8] = {b[0] * f0 * c.x, b[1] * f0 * c.y, b[2] * f1 * c.x, b[3] * f1 * c.y,
                                 b[4] * f0 * c.z, b[5] * f0 * c.w, b[6] * f1 * c.z, b[7] * f1 * c.w};
             uint32_t block[4];
@@ -182,15 +162,17 @@ __device__ __forceinline__ void scale_kk(const float (&d)[32], Diagonal &n, Weig
                 else
                     weights.add(i % 2, block[i]);
             }
-            ptx::stmatrix_x4(M + at.lane * 16 + (w * (w - 1) / 2 + j) * 512, block);
+            ptx::stmatrix_x4(to + j * 512, block);
         }
     }
-    const float *b = d + 8 * w;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
-    n.a[0] = b[0] * n0 * r.x, n.a[1] = b[1] * n0 * r.y;
-    n.e[0] = b[6] * n1 * r.z, n.e[1] = b[7] * n1 * r.w;
-    n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
+    for_warp(w, [&](auto warp) {
+        const float *b = d + 8 * decltype(warp)::value;
+        n.a[0] = b[0] * n0 * r.x, n.a[1] = b[1] * n0 * r.y;
+        n.e[0] = b[6] * n1 * r.z, n.e[1] = b[7] * n1 * r.w;
+        n.left[0] = b[2] * n1 * r.x, n.left[1] = b[3] * n1 * r.y;
+    });
 }
 
 // Decays inside a diagonal block, at the places of an accumulator without its upper right 8x8; read long before they are used.
@@ -341,32 +323,42 @@ __device__ __forceinline__ uint32_t term(float a, float b) {
 }
 
 // Row w of Q K^T -> P, or its second terms.
-template <class C, int w, bool kSecond = false>
-__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, int l) {
+template <class C, bool kSecond, class W>
+__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, W w,
+                                        int l) {
     if constexpr (!C::kOutputs) return;
     using T = typename C::T;
-    const Lane at(l);
+    const LaneOf<C::kSharedCode> at(l);
     const uint32_t to = product_block(P, w, 0, at.lane);
-    if constexpr (w > 0) {
+    if (w > 0) {
         const float f0 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + at.g));
         const float f1 = ptx::ld_shared_f32(t + 4 * (table::kRowDecayScaled + 8 + at.g));
 #pragma unroll
-        for (int j = 0; j < w; j++) {
+        for (int j = 0; j < 3; j++) {
+            if (j >= w) break;
             const float *b = d + 8 * j;
-            const float4 c = column_factors<C, w>(t, j, at);
+            const float4 c = column_factors<C>(t, w, j, at.q);
             ptx::stmatrix_x4(
                 to ^ (j * 32),
                 {term<T, kSecond>(b[0] * c.x * f0, b[1] * c.y * f0), term<T, kSecond>(b[2] * c.x * f1, b[3] * c.y * f1),
                  term<T, kSecond>(b[4] * c.z * f0, b[5] * c.w * f0), term<T, kSecond>(b[6] * c.z * f1, b[7] * c.w * f1)});
         }
     }
-    const float *b = d + 8 * w;
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    ptx::stmatrix_x4(to ^ (w * 32), {term<T, kSecond>(b[0] * (e[0] * scale * r.x), b[1] * (e[1] * scale * r.y)),
-                                     term<T, kSecond>(b[2] * (e[2] * scale * r.x), b[3] * (e[3] * scale * r.y)), 0,
-                                     term<T, kSecond>(b[6] * (e[4] * scale * r.z), b[7] * (e[5] * scale * r.w))});
+    float f[6] = {e[0] * scale * r.x, e[1] * scale * r.y, e[2] * scale * r.x,
+                  e[3] * scale * r.y, e[4] * scale * r.z, e[5] * scale * r.w};
+    if constexpr (C::kSharedCode) ptx::register_fence(f);  // or else they are computed behind the branch, once for each warp
+    uint32_t block[4];
+    for_warp(w, [&](auto warp) {
+        const float *b = d + 8 * decltype(warp)::value;
+        block[0] = term<T, kSecond>(b[0] * f[0], b[1] * f[1]);
+        block[1] = term<T, kSecond>(b[2] * f[2], b[3] * f[3]);
+        block[3] = term<T, kSecond>(b[6] * f[4], b[7] * f[5]);
+    });
+    block[2] = 0;
+    ptx::stmatrix_x4(to ^ (w * 32), block);
 }
 
 // Block (i, j) of A^, i > j.
@@ -399,76 +391,92 @@ struct Substitution {
     __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (i * (i - 1) / 2 + j) * 512; }
     __device__ __forceinline__ uint32_t x(int i) const { return X + i * 512; }
 
-    // The result is the chunk's weight.
-    template <int w>
-    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6]) const {
+    __device__ __forceinline__ static void clear(float (&d)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) d[i] = 0.0f;
+    }
+
+    // y = a M_ij.
+    __device__ __forceinline__ void product(float (&y)[8], const uint32_t (&a)[4], int i, int j) const {
+        uint32_t b[4];
+        clear(y);
+        ptx::ldmatrix_x4_trans(b, m(i, j)), multiply(y, a, b);
+    }
+
+    // Products that wait for no other: warps 0 and 2 have X33 M32, X33 M31 in y, warp 0 also X33 M30 unless registers are short,
+    // warp 1 X22 M21, X22 M20; warp 3 ends with X10.
+    template <class W>
+    __device__ __forceinline__ void first(float (&y)[3][8], W w) const {
         uint32_t a[4], b[4];
-        int weight;
-        if constexpr (w == 0) {  // block 30
-            float z[8] = {}, y1[8] = {}, y0[8] = {};
-            ptx::ldmatrix_x4(a, x(3));
-            ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
-            ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
-            ptx::ldmatrix_x4_trans(b, m(3, 0)), multiply(y0, a, b);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
-            float x32[8] = {};
+        if (w < 3) {
+            const int row = w == 1 ? 2 : 3;
+            ptx::ldmatrix_x4(a, x(row));
+            product(y[0], a, row, row - 1), product(y[1], a, row, row - 2);
+            if (!C::kSharedCode && w == 0) product(y[2], a, 3, 0);
+        } else {
+            float z[8];
+            ptx::ldmatrix_x4(a, x(1));
+            product(z, a, 1, 0);
             pack_block(a, z);
+            clear(y[0]);
+            ptx::ldmatrix_x4_trans(b, x(0)), multiply(y[0], a, b);
+            pack_block(a, y[0]);
+            ptx::stmatrix_x4(X10, a);
+            ptx::bar_arrive(x10_barrier, 96);
+        }
+    }
+
+    template <int w>
+    __device__ __forceinline__ void second(float (&y)[3][8]) const {
+        uint32_t a[4], b[4];
+        if constexpr (w == 0) {  // block 30
+            float x32[8] = {}, r[8] = {};
+            pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
+            if constexpr (C::kSharedCode) ptx::ldmatrix_x4(a, x(3)), product(y[2], a, 3, 0);
             pack_block(a, x32);
-            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
-            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
-            float r[8] = {};
-            pack_block(a, y0);
+            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y[2], a, b);
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y[1], a, b);
+            pack_block(a, y[2]);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r, a, b);
             ptx::barrier_sync(x10_barrier, 96);
-            pack_block(a, y1);
+            pack_block(a, y[1]);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r, a, b);
             store_a<C, 3, 0>(r, A, lane);
         } else if constexpr (w == 1) {  // blocks 21, 20
-            float y1[8] = {}, y0[8] = {}, r1[8] = {}, r0[8] = {};
-            ptx::ldmatrix_x4(a, x(2));
-            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
-            ptx::ldmatrix_x4_trans(b, m(2, 0)), multiply(y0, a, b);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
+            float r1[8] = {}, r0[8] = {};
             uint32_t a0[4];
-            pack_block(a, y1);
+            pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(r1, a, b);
-            pack_block(a0, y0);
+            pack_block(a0, y[1]);
             ptx::ldmatrix_x4_trans(b, x(0)), multiply(r0, a0, b);
             store_a<C, 2, 1>(r1, A, lane);
             ptx::barrier_sync(x10_barrier, 96);
             ptx::ldmatrix_x4_trans(b, X10), multiply(r0, a, b);
             store_a<C, 2, 0>(r0, A, lane);
         } else if constexpr (w == 2) {  // blocks 32, 31
-            float z[8] = {}, y1[8] = {}, x32[8] = {}, x31[8] = {};
-            ptx::ldmatrix_x4(a, x(3));
-            ptx::ldmatrix_x4_trans(b, m(3, 2)), multiply(z, a, b);
-            ptx::ldmatrix_x4_trans(b, m(3, 1)), multiply(y1, a, b);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
-            pack_block(a, z);
+            float x32[8] = {}, x31[8] = {};
+            pack_block(a, y[0]);
             ptx::ldmatrix_x4_trans(b, x(2)), multiply(x32, a, b);
             pack_block(a, x32);
-            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y1, a, b);
+            ptx::ldmatrix_x4_trans(b, m(2, 1)), multiply(y[1], a, b);
             store_a<C, 3, 2>(x32, A, lane);
-            pack_block(a, y1);
+            pack_block(a, y[1]);
             ptx::ldmatrix_x4_trans(b, x(1)), multiply(x31, a, b);
             store_a<C, 3, 1>(x31, A, lane);
         } else {  // block 10
-            float z[8] = {}, x10[8] = {};
-            ptx::ldmatrix_x4(a, x(1));
-            ptx::ldmatrix_x4_trans(b, m(1, 0)), multiply(z, a, b);
-            pack_block(a, z);
-            ptx::ldmatrix_x4_trans(b, x(0)), multiply(x10, a, b);
-            pack_block(a, x10);
-            ptx::stmatrix_x4(X10, a);
-            ptx::bar_arrive(x10_barrier, 96);
-            store_p<C, w>(qk, e, tw, P, scale, lane);
-            weight = chunk_weight<C>(weights, lane);
-            store_a<C, 1, 0>(x10, A, lane);
+            store_a<C, 1, 0>(y[0], A, lane);
         }
+    }
+
+    // The result is the chunk's weight.
+    template <class W>
+    __device__ __forceinline__ int run(const float (&qk)[32], const float (&e)[6], W w) const {
+        float y[3][8];
+        first(y, w);
+        store_p<C, false>(qk, e, tw, P, scale, w, lane);
+        const int weight = chunk_weight<C>(weights, lane);
+        for_warp(w, [&](auto warp) { second<decltype(warp)::value>(y); });
         return weight;
     }
 };

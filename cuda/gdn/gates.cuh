@@ -1,5 +1,5 @@
-// The gate warps of gdn_fwd_kernel: from g and beta to the table of row and column factors of a chunk; and, under l2norm, the
-// norms of q, which nobody wants before O is stored. Those of k come from the diagonal of K K^T (aux.cuh).
+// The gate warps of gdn_fwd_kernel: from g and beta to the table of row and column factors of a chunk; and, under
+// l2norm with 128 columns of V, the norms of q, which nobody wants before O is stored. The others are AUX's (norms.cuh).
 //
 // Decays are differences of cumulative log2 decays. No difference of infinities arises: a token's log2 decay is raised to -128
 // first. A factor over a span that holds a token below -128 is less than 2^-128 in truth and 0 in fp32 (ex2 flushes below
@@ -7,8 +7,7 @@
 // last place is 2^-11: the error of a factor is below 2^-11 ln 2 even when every other token resets the state.
 // Differences are limited to <= 0, since the tree sum is not monotone in the last place.
 #pragma once
-#include "items.cuh"
-#include "ptx/math.cuh"
+#include "norms.cuh"
 
 namespace linattn::cuda::gdn {
 
@@ -71,46 +70,6 @@ __device__ __forceinline__ float log2_decay(const KernelParams &params, float x,
 // Factor 2^x of a difference that is <= 0 but for rounding.
 __device__ __forceinline__ float decay_factor(float x) { return ptx::ex2_approx_ftz(x > 0.0f ? 0.0f : x); }
 
-// Sum of the squares of sixteen numbers of T, added to two sums. Those of bf16 stay in bf16 for eight at a time, which leaves a
-// norm within 2^-11 (RMS); fp16 has not the range for that.
-template <class T>
-__device__ __forceinline__ void add_squares(float (&sum)[2], const uint4 &x, const uint4 &y) {
-    if constexpr (ptx::kIsBf16<T>) {
-        const auto pair = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162 *>(&bits); };
-        __nv_bfloat162 a = __hmul2(pair(x.x), pair(x.x)), b = __hmul2(pair(y.x), pair(y.x));
-        a = __hfma2(pair(x.y), pair(x.y), a), b = __hfma2(pair(y.y), pair(y.y), b);
-        a = __hfma2(pair(x.z), pair(x.z), a), b = __hfma2(pair(y.z), pair(y.z), b);
-        a = __hfma2(pair(x.w), pair(x.w), a), b = __hfma2(pair(y.w), pair(y.w), b);
-        a = __hadd2(a, b);
-        const float2 s = unpack(T(), *reinterpret_cast<const uint32_t *>(&a));
-        sum[0] += s.x, sum[1] += s.y;
-    } else {
-        const uint32_t word[8] = {x.x, y.x, x.y, y.y, x.z, y.z, x.w, y.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float2 s = unpack(T(), word[i]);
-            sum[0] = fmaf(s.x, s.x, sum[0]), sum[1] = fmaf(s.y, s.y, sum[1]);
-        }
-    }
-}
-
-// 1 / sqrt(sum x^2 + 1e-6) of row `row` of a tile; eight lanes on eight rows that differ mod 8 read without bank conflicts. Beside
-// the state warpgroups an instruction that waits for another takes ten cycles and more: few instructions, two loads at a time.
-template <class C>
-__device__ __forceinline__ float inverse_norm(uint32_t tile, int row) {
-    using Tile = typename Smem<C>::Tile;
-    float sum[2] = {};
-    uint32_t first = tile + row * 128 + (row & 7) * 16;
-#pragma unroll 1
-    for (int pair = 0; pair < 4 * Tile::kPanels; pair++) {
-        const uint32_t from = first ^ (pair % 4 * 32);
-        const uint4 x = ptx::ld_shared_v4_u32(from), y = ptx::ld_shared_v4_u32(from ^ 16);
-        add_squares<typename C::T>(sum, x, y);
-        if (pair == 3) first += Tile::kPanelStrideBytes;
-    }
-    return ptx::rsqrt_approx_ftz(sum[0] + sum[1] + 1e-6f);
-}
-
 __device__ __forceinline__ void store2(float *s_table, int offset, int place, float a, float b) {
     *reinterpret_cast<float2 *>(s_table + offset + place) = make_float2(a, b);
 }
@@ -118,10 +77,15 @@ __device__ __forceinline__ void store2(float *s_table, int offset, int place, fl
 // 1/|q_i| of the tile's rows: lane l has rows 2l and 2l + 1.
 template <class C>
 __device__ __forceinline__ void query_norms(float *norms, uint32_t q) {
+    using Tile = typename Smem<C>::Tile;
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         const int lane = opaque_lane(), row = 2 * lane + (i ^ (lane >> 2 & 1));
-        norms[row] = inverse_norm<C>(q, row);
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int panel = 0; panel < Tile::kPanels; panel++)
+            sum += squares<typename C::T, 4>(q + panel * Tile::kPanelStrideBytes, row);
+        norms[row] = inverse_norm(sum);
     }
 }
 
@@ -166,7 +130,7 @@ __device__ __forceinline__ RingState<kStages> at_chunk(uint32_t n) {
 template <class C, bool kPlain>
 __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &smem, const Item &item, uint32_t n, int at) {
     // With 24 registers there is no room for them beside the norms.
-    constexpr bool kFetchEarly = !C::kL2Norm || C::kLoadRegisters > 24;
+    constexpr bool kFetchEarly = !C::kGatesNormQueries;
     const DeltaParams &p = params.p;
     int remaining = item.length - at;
     TokenPair<kPlain> g(p.g, item, at + 2 * opaque_lane()), betas(p.beta, item, at + 2 * opaque_lane());
@@ -198,7 +162,7 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
         }
         fill_table(smem.table[stage], x, beta, params.scale);
         warp_arrive(smem.tables().full(stage), threadIdx.x % 32);
-        if constexpr (C::kL2Norm && C::kOutputs) {
+        if constexpr (C::kGatesNormQueries) {
             // That AUX has left chunk n - kTileStages means that its tile landed; else the parity of its phase, which this warp
             // did not wait for, would pass for that of chunk n.
             smem.tables().wait_empty(at_chunk<kTableStages>(n + kTableStages - kTileStages));

@@ -5,7 +5,7 @@
 // Grid: persistent CTAs over items (items.cuh): a sequence or a segment of one, a value head, 64 or 128 columns of V.
 // Block: warpgroup 0: warp 0 loads, warps 1 and 3 compute the gates' factors, warp 2 stores; then the state warpgroups
 // (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). Roles meet at mbarriers only:
-//   tiles (K, Q): load -> AUX, gates under l2norm; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
+//   tiles (K, Q): load -> AUX, gates where they norm q; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
 //   tile and table as well; values (V): load -> state; output_ready: state -> store, which gives the values' stage back.
 // Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 224 KB at K = V = 128,
 // 228 KB with 64 columns.

@@ -166,7 +166,8 @@ __device__ __forceinline__ void find_item(const KernelParams &params, const Smem
     item.slot = slot;
     item.sequence = sequence;
     item.batch = p.cu_seqlens ? 0 : sequence;
-    item.bos = bos + within * segment_tokens;
+    item.before = within * segment_tokens;
+    item.bos = bos + item.before;
     item.cleared = row < 0 && first ? length : 0;
     item.length = row < 0 ? 0 : last ? length : segment_tokens;  // a padding sequence computes nothing
     item.read_row = row;

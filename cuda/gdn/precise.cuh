@@ -171,7 +171,7 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     if constexpr (C::kOutputs) {
         const uint32_t P = ptx::shared_address(smem.p[second_stage]);
         DiagonalDecays(tw, lane).get(e, lane);  // again: to keep them would cost registers
-        for_warp(w, [&](auto warp) { store_p<C, decltype(warp)::value, true>(d, e, tw, P, params.scale, lane); });
+        for_warp_or_all<C>(w, [&](auto warp) { store_p<C, true>(d, e, tw, P, params.scale, warp, lane); });
     }
     issue_product<C>(d, k, k);
     const PreciseInverse inverse{ptx::shared_address(&scratch) + 16 * lane,
@@ -185,9 +185,8 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     ptx::wgmma_wait_group<0>();
     ptx::register_fence(d);
     Weights weights;
-    for_warp(w, [&](auto warp) {
-        scale_kk<C, decltype(warp)::value, true>(d, n, weights, tw, ptx::shared_address(scratch.M[parity ^ 1]), lane);
-    });
+    for_warp_or_all<C>(
+        w, [&](auto warp) { scale_kk<C, true>(d, n, weights, tw, ptx::shared_address(scratch.M[parity ^ 1]), warp, lane); });
     DiagonalDecays(tw, lane).get(e, lane);
     decay_diagonal(n, e, lane);
     inverse.invert_diagonal(n, w);
@@ -235,15 +234,18 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             Diagonal diagonal;
             Weights weights;
             smem.tables().wait_full(factors);
+            if constexpr (C::kAuxNormsQueries)
+                query_norms_of_warp<C>(smem.query_norm[tile.stage], ptx::shared_address(smem.q[tile.stage]), w, lane);
             KeyNorms norms;
             if constexpr (C::kL2Norm) norms.read(tw, lane);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(d);
             if constexpr (C::kL2Norm) {
-                for_warp(w, [&](auto warp) { norms.write(d + 8 * decltype(warp)::value, tw, lane); });
+                for_warp(w, [&](auto warp) { norms.choose(d + 8 * decltype(warp)::value, lane); });
+                norms.write(tw, lane);
                 ptx::bar_sync(kGroupBarrier + group, 128);
             }
-            for_warp(w, [&](auto warp) { scale_kk<C, decltype(warp)::value, false>(d, diagonal, weights, tw, M, lane); });
+            for_warp_or_all<C>(w, [&](auto warp) { scale_kk<C, false>(d, diagonal, weights, tw, M, warp, lane); });
             const DiagonalDecays decays(tw, lane);
             if constexpr (C::kOutputs) {
                 issue_product<C>(d, ptx::shared_address(smem.q[tile.stage]), k);
@@ -277,7 +279,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                                                params.scale,
                                                lane};
             int weight;
-            for_warp(w, [&](auto warp) { weight = substitution.template run<decltype(warp)::value>(d, e); });
+            for_warp_or_all<C>(w, [&](auto warp) { weight = substitution.run(d, e, warp); });
             const bool few = C::kOutputs && chunks == 1 && (item.length - 1) % kChunk < kFewTokens;
             precise_before = weight > kMostWhole<C> || few;
             int first = kChunk;

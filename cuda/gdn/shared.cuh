@@ -33,6 +33,11 @@ struct Config {
     static constexpr int D = kD, kColumns = kVCols;
     static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf == Pass::Outputs;
     static constexpr int kStateGroups = kColumns / 64;
+    // Who sums the squares of q: the kernel with two state warpgroups waits for AUX, that with one would for the gate warps.
+    static constexpr bool kGatesNormQueries = kL2Norm && kOutputs && kStateGroups == 2;
+    static constexpr bool kAuxNormsQueries = kL2Norm && kOutputs && kStateGroups == 1;
+    // Do AUX's warps share code? It takes them longer, but fits the instruction cache better. See aux.cuh.
+    static constexpr bool kSharedCode = kL2Norm && !kGatesNormQueries;
     // Half as many channels, twice the squares of products of random keys: one term of V' in bf16 is then too few for the state.
     static constexpr bool kBf16 = ptx::kIsBf16<T>;
     static constexpr int kValueTerms = D == 64 && kBf16 ? 2 : 1;
@@ -95,6 +100,7 @@ struct Item {
     int sequence, head, head_qk, batch;
     int slot;               // place in the workspace of the state before the segment; before the next one, for a first segment
     int bos, length;        // first token, in the row of B, and tokens
+    int before;             // tokens of the sequence before the segment
     int cleared;            // rows of o from bos on that are zero: the tokens of a padding sequence
     int piece;              // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M
     int read_row;           // of the states; -1: padding, of length 0
@@ -115,8 +121,8 @@ struct alignas(1024) Smem {
     uint8_t a[C::kProductStages][Product::kBytes];
     uint8_t p[C::kOutputs ? C::kProductStages : 0][Product::kBytes];
     InverseScratch inverse[C::kAuxGroups];
-    float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
     float query_norm[C::kL2Norm && C::kOutputs ? kTileStages : 0][kChunk];  // 1/|q_i|, in the stage of the tile
+    float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
     Item item[kItemStages];
     uint32_t items;  // of the launch, see items.cuh
     int segment_tokens;

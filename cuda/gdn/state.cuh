@@ -94,7 +94,8 @@ struct StateLoop {
     __device__ __forceinline__ void store_outputs(float (&o)[32], uint32_t v, int lane) const {
         warp_arrive(smem.products().empty(product.stage), lane);
         if constexpr (C::kL2Norm) {
-            ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
+            if constexpr (C::kGatesNormQueries)
+                ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
             const uint32_t norms = ptx::shared_address(smem.query_norm[tile.stage]) + (lane & 3) * 8;
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -455,6 +456,7 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
         int left = item.length;
+        Checkpoints<C> checkpoints(p, item);
         while (true) {
             // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
             float chunk_decay;
@@ -462,15 +464,10 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
 #pragma unroll 1
             for (; true; left -= kChunk) {
                 if constexpr (C::kOutputs) {
-                    if (p.checkpoint_every && left >= 0 && left < item.length) {
-                        const int every = static_cast<int>(p.checkpoint_every);
-                        int bos, length;
-                        sequence_range(p, item.sequence, bos, length);
-                        const int done = item.bos - bos + item.length - left;
-                        if (done % every == 0) {
-                            const int64_t to = checkpoint_row(p, item.sequence, done / every - 1);
-                            if (to >= 0) store_state(s, p.checkpoints, to, item.head, v, k);
-                        }
+                    const int number = checkpoints.number(p, item, left);
+                    if (number >= 0) {
+                        const int64_t to = checkpoint_row(p, item.sequence, number);
+                        if (to >= 0) store_checkpoint<C>(s, p.checkpoints, to, item.head, v, k);
                     }
                 }
                 if (left <= 0) break;

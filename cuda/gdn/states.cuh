@@ -16,4 +16,54 @@ __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int
     return t;
 }
 
+// Is the state now a checkpoint? Tokens to the next one are counted with one state warpgroup; with two there is no register for
+// that, and they are reckoned anew each chunk.
+template <class C>
+struct Checkpoints {
+    static constexpr bool kCounted = C::kStateGroups == 1;
+    int next = INT32_MIN;  // tokens of the item left at the next one
+
+    __device__ __forceinline__ Checkpoints(const DeltaParams &p, const Item &item) {
+        if (!kCounted || !C::kOutputs || !p.checkpoint_every) return;
+        const int every = static_cast<int>(p.checkpoint_every);
+        next = item.length - (every - item.before % every);
+    }
+    // The number of the checkpoint, or -1. left: tokens left, negative after a short last chunk.
+    __device__ __forceinline__ int number(const DeltaParams &p, const Item &item, int left) {
+        const int every = static_cast<int>(p.checkpoint_every);
+        if constexpr (kCounted) {
+            if (left != next) return -1;
+            next -= every;
+            return left < 0 ? -1 : (item.before + item.length - left) / every - 1;
+        } else {
+            if (!p.checkpoint_every || left < 0 || left >= item.length) return -1;
+            int bos, length;
+            sequence_range(p, item.sequence, bos, length);
+            const int done = item.bos - bos + item.length - left;
+            return done % every == 0 ? done / every - 1 : -1;
+        }
+    }
+};
+
+// store_state for what checkpoints usually are, contiguous and fp32: then offsets are constants.
+template <class C>
+__device__ __forceinline__ void store_checkpoint(const float (&s)[C::D / 2], const Tensor &t, int64_t row, int head, int v,
+                                                 int k) {
+    constexpr int D = C::D;
+    const int64_t step_k = t.stride[2], step_v = t.stride[3];
+    const int64_t first = row * t.stride[0] + head * t.stride[1] + k * step_k + v * step_v;
+    float *to = reinterpret_cast<float *>(t.data) + first;
+    const bool constant = C::kStateGroups == 1 && t.dtype == DType::F32;
+    if (constant && step_k == D && step_v == 1) {
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) to[(i / 4 * 8 + i % 2) * D + i / 2 % 2 * 8] = s[i];
+    } else if (constant && step_k == 1 && step_v == D && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+#pragma unroll
+        for (int i = 0; i < D / 2; i += 2)
+            *reinterpret_cast<float2 *>(to + i / 4 * 8 + i / 2 % 2 * 8 * D) = make_float2(s[i], s[i + 1]);
+    } else {
+        store_state(s, t, row, head, v, k);
+    }
+}
+
 }  // namespace linattn::cuda::gdn
