@@ -38,6 +38,17 @@ namespace linattn::cuda::gdn {
 // Named barriers, one a group: block 10 of the inverse is in place (warps 0, 1 wait for 3); the four warps together.
 constexpr uint32_t kX10Barrier = 1, kGroupBarrier = 3;
 
+// The four warps of a group meet. compute-sanitizer's racecheck loses some meetings at a named barrier: in a build for it
+// (common/pipeline.cuh) they meet at an mbarrier, in the same places.
+template <class C>
+__device__ __forceinline__ void group_meets(Smem<C> &smem, int group) {
+#ifdef LINATTN_EVERY_LANE_ARRIVES
+    ptx::mbarrier_arrive_and_wait(ptx::shared_address(&smem.group_meets[group]));
+#else
+    ptx::bar_sync(kGroupBarrier + group, 128);
+#endif
+}
+
 // What one term in bf16, two of V' or one in fp16 stand: the sum of the squares of a row of L, of the rows up to it, and one
 // element. See docs/gdn.md, Accuracy.
 template <class C>

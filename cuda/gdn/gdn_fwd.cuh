@@ -34,6 +34,9 @@ __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
     for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), kWarp);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
     for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
+#ifdef LINATTN_EVERY_LANE_ARRIVES
+    for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.group_meets[i]), 128);
+#endif
     ptx::fence_mbarrier_init();
 }
 

@@ -181,7 +181,7 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
                                  kX10Barrier + group,
                                  first,
                                  lane};
-    ptx::bar_sync(kGroupBarrier + group, 128);  // the first pass is over in all warps
+    group_meets(smem, group);  // the first pass is over in all warps
     ptx::wgmma_wait_group<0>();
     ptx::register_fence(d);
     Weights weights;
@@ -190,9 +190,9 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     DiagonalDecays(tw, lane).get(e, lane);
     decay_diagonal(n, e, lane);
     inverse.invert_diagonal(n, w);
-    ptx::bar_sync(kGroupBarrier + group, 128);
+    group_meets(smem, group);
     for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
-    ptx::bar_sync(kGroupBarrier + group, 128);  // before the next chunk's M
+    group_meets(smem, group);  // before the next chunk's M
 }
 
 // Group `group` has the chunks whose number in the CTA is group mod kAuxGroups.
@@ -243,7 +243,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
             if constexpr (C::kL2Norm) {
                 for_warp(w, [&](auto warp) { norms.choose(d + 8 * decltype(warp)::value, lane); });
                 norms.write(tw, lane);
-                ptx::bar_sync(kGroupBarrier + group, 128);
+                group_meets(smem, group);
             }
             for_warp_or_all<C>(w, [&](auto warp) { scale_kk<C, false>(d, diagonal, weights, tw, M, warp, lane); });
             const DiagonalDecays decays(tw, lane);

@@ -134,6 +134,7 @@ struct alignas(1024) Smem {
     uint64_t query_norm_ready[kTileStages];
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
+    uint64_t group_meets[kWarpArrivals == 32 ? C::kAuxGroups : 0];
 
     __device__ Ring<kItemStages> item_ring() { return {ptx::shared_address(item_barriers)}; }
     __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }     // K and Q

@@ -47,6 +47,19 @@ __device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, uint32_t by
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrives, as mbarrier_arrive() does, and waits for the phase that this arrival was part of, so that no parity need be kept.
+__device__ __forceinline__ void mbarrier_arrive_and_wait(uint32_t barrier) {
+    uint64_t phase;
+    uint32_t done;
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1];" : "=l"(phase) : "r"(barrier) : "memory");
+    do {
+        asm volatile("{.reg .pred p; mbarrier.try_wait.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(barrier), "l"(phase)
+                     : "memory");
+    } while (!done);
+}
+
 // 9.7.13.15 mbarrier.test_wait.parity, acquire at CTA scope. Never suspends. True once the phase of this parity has completed;
 // cannot tell a phase from the one two later.
 __device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
