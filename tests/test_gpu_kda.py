@@ -21,7 +21,7 @@ from gpu_tools import (
     torch,
     variant,
 )
-from harness import Forward, check, forward, forward_call, rows
+from harness import Forward, check, check_forward, forward, forward_call, rows
 
 import pylinattn
 
@@ -29,8 +29,15 @@ pytestmark = pytest.mark.gpu
 MIXED = (1, 70, 0, 64, 130, 31, 33, 3)
 FEW = Case("kda", MIXED, 1, 2, 128, 128, "bf16")  # 64 columns of V a CTA
 MANY = Case("kda", MIXED * 8, 1, 2, 128, 128, "bf16")  # all 128, more items than CTAs when 132 SMs
-NARROW = variant(FEW, K=64, V=64)
-SHAPES = {"few": FEW, "many": MANY, "few64": NARROW, "many64": variant(MANY, K=64, V=64)}
+# K = V = 64 runs in chunks where the call itself bounds keys and beta, and token by token elsewhere.
+INSIDE = (("qk_l2norm", True), ("beta_form", "logits"))
+NARROW = variant(FEW, K=64, V=64, options=INSIDE)
+SHAPES = {
+    "few": FEW,
+    "many": MANY,
+    "few64": NARROW,
+    "many64": variant(NARROW, lengths=MANY.lengths),
+}
 
 
 @pytest.fixture
@@ -41,11 +48,16 @@ def generator():
 OPTIONS = FORWARD_OPTIONS | {"f16": ((("qk_l2norm", True),), {"dtype": "f16", "gate_dtype": "f16"})}
 
 
+def with_options(shape, keywords, **changes):
+    inside = INSIDE if shape.K == 64 else ()
+    return variant(shape, options=tuple((dict(keywords) | dict(inside)).items()), **changes)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_options(gpu, shape, options):
     keywords, changes = OPTIONS[options]
-    case = variant(SHAPES[shape], options=keywords, **changes)
+    case = with_options(SHAPES[shape], keywords, **changes)
     check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
 
 
@@ -54,7 +66,7 @@ def test_options(gpu, shape, options):
 @pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
 def test_activated_gates(gpu, gate, gates, shape):
     options = (("gate", gate), ("lower_bound", -5.0)) if gate == "bounded" else (("gate", gate),)
-    case = variant(shape, lengths=(700, 33), gates=gates, options=(*options, ("qk_l2norm", True)))
+    case = with_options(shape, (*options, ("qk_l2norm", True)), lengths=(700, 33), gates=gates)
     check_chunked(case, forward(gpu, case))
 
 
@@ -89,10 +101,19 @@ MISSED = ("one_key_b2-bf16", "one_key_b2-f16", "near_key_b2-bf16")
 @pytest.mark.parametrize("keys", cases.HARD_KEYS)
 @pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
 def test_hard_keys(gpu, keys, dtype, shape, request):
-    if f"{keys}-{dtype}" in MISSED:
+    if shape is FEW and f"{keys}-{dtype}" in MISSED:
         request.applymarker(pytest.mark.xfail(reason=UNDAMPED))
     case = variant(shape, lengths=(16, 17, 64, 128, 200), gates=keys, dtype=dtype, initial=False)
     check_chunked(case, forward(gpu, case))
+
+
+@pytest.mark.parametrize("options", [(), INSIDE[:1], INSIDE[1:]], ids=["plain", "l2norm", "logits"])
+def test_narrow_without_bounds(gpu, options):
+    """Keys or beta that nothing bounds: K = V = 64 goes token by token, to its accuracy."""
+    case = variant(NARROW, lengths=(200, 33), gates="one_key_b2", options=options)
+    done = forward(gpu, case)
+    check(done.path == "cuda/recurrent", f"last_path is {done.path}")
+    check_forward(case, done)
 
 
 def test_slow_gates_keep_their_history(gpu):
@@ -192,7 +213,7 @@ def test_cut_sequences(gpu, lengths, options):
 @pytest.mark.parametrize("lengths", ["one", "packed"])
 def test_cut_narrow(gpu, lengths, options):
     keywords, changes = CUT_OPTIONS[options]
-    case = variant(NARROW, lengths=CUT[lengths], H=2, HV=4, options=keywords, **changes)
+    case = with_options(NARROW, keywords, lengths=CUT[lengths], H=2, HV=4, **changes)
     check_chunked(case, forward(gpu, case, layouts=V_FIRST if options == "l2norm" else None))
 
 

@@ -84,6 +84,8 @@ static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
 
 bool kda_chunked_fits(const DeltaParams &p) {
     if ((p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) || (p.K != 128 && p.K != 64) || p.V != p.K) return false;
+    // One key for all tokens with beta 2, and keys longer than one, miss the targets in chunks of K = 64: only where both are bounded.
+    if (p.K == 64 && !(p.qk_l2norm && p.beta_form == BetaForm::Logits)) return false;
     if (p.g.dtype != DType::F32 && p.g.dtype != DType::BF16 && p.g.dtype != DType::F16) return false;
     if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
     if (kda::slabs(p).all > INT32_MAX || kda::slabs(p).length > INT32_MAX / p.HV) return false;  // a grid's limit
