@@ -94,7 +94,7 @@ def fused_recurrent_gated_delta_rule(
     """Gated delta rule token by token, as FLA's function of this name, and with gradients.
 
     gk makes it a KDA call; gv is refused. A call without gradients and of at most DECODE_TOKENS
-    tokens per sequence takes the decode op, every other the forward op.
+    tokens per sequence decodes, every other takes the forward op.
 
     Returns:
         ``(o, final_state)``, as chunk_gated_delta_rule.
