@@ -38,8 +38,9 @@ struct Config {
     static constexpr int kGates = kKda ? 8 : 1;                       // of a block, per thread
     static constexpr int kRows = D / 8;                               // of a class
     static constexpr int kRowLanes = kWidth / kCols;                  // K-first: lanes of a row
-    // A lane's sums, S^T k and S^T q of its columns, that are left after the exchanges in its warp.
-    static constexpr int kSums = kVFirst ? 1 : kWarps;
+    static constexpr int kFinal = kVFirst ? 1 : kWarps;               // classes that the exchanges in a warp leave apart
+    // A lane's sums, S^T k and S^T q of its columns, that are left after them.
+    static constexpr int kSums = kFinal;
     static_assert(kVFirst || kWarps > 1, "K-first sums meet in shared memory");
 };
 
@@ -232,41 +233,10 @@ struct Tokens {
     }
 };
 
-// Sums over the classes that a warp holds: an exchange halves what a lane carries, until one is left. Numbers 0 .. kCols - 1
-// are S^T k, the others S^T q.
-template <class C, int kMask = 4, int kCarried = 2 * C::kCols>
-__device__ __forceinline__ void exchange(float (&sum)[2 * C::kCols], int lk) {
-    if constexpr (kMask >= (C::kVFirst ? 1 : C::kWarps)) {
-        constexpr int kNext = kCarried / 2;
-        bool upper = lk & kMask;
-#pragma unroll
-        for (int i = 0; i < kNext; ++i) {
-            float other = sum[i + kNext];
-            float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
-            sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, C::kVFirst ? kMask : 4 * kMask);
-        }
-        exchange<C, kMask / 2, kNext>(sum, lk);
-    }
-}
 // The first number that a lane of class lk is left with.
 template <class C>
 __device__ __forceinline__ int first_sum(int lk) {
     return lk & (8 - C::kSums);
-}
-
-// The warps' sums of a lane's columns, in the order of the exchanges.
-template <int kCols, int kWarps, int kWidth>
-__device__ __forceinline__ Columns<kCols> sum_over_warps(const float (&part)[kWarps][kWidth], int column) {
-    Columns<kCols> p[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) p[w] = load_columns<kCols>(&part[w][column]);
-#pragma unroll
-    for (int half = kWarps / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int w = 0; w < half; ++w)
-#pragma unroll
-            for (int r = 0; r < kCols; ++r) p[w].x[r] += p[w + half].x[r];
-    return p[0];
 }
 
 // One token. turn: its number in the sequence.

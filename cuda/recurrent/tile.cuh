@@ -193,4 +193,35 @@ __device__ __forceinline__ Columns<kCols> load_columns(const float *from) {
     return *reinterpret_cast<const Columns<kCols> *>(from);
 }
 
+// Sums over the classes that a warp holds, of a kernel whose Config leaves kFinal classes apart: an exchange halves what a lane carries, until one is left. Numbers 0 .. kCols - 1
+// are S^T k, the others S^T q.
+template <class C, int kMask = 4, int kCarried = 2 * C::kCols>
+__device__ __forceinline__ void exchange(float (&sum)[2 * C::kCols], uint32_t lk) {
+    if constexpr (kMask >= C::kFinal) {
+        constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
+        bool upper = lk & kMask;
+#pragma unroll
+        for (int i = 0; i < kNext; ++i) {
+            float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
+            float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
+            sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, C::kVFirst ? kMask : 4 * kMask);
+        }
+        exchange<C, kMask / 2, kNext>(sum, lk);
+    }
+}
+// The warps' sums of a lane's columns, in the order of the exchanges.
+template <int kCols, int kWarps, int kWidth>
+__device__ __forceinline__ Columns<kCols> sum_over_warps(const float (&part)[kWarps][kWidth], int column) {
+    Columns<kCols> p[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) p[w] = load_columns<kCols>(&part[w][column]);
+#pragma unroll
+    for (int half = kWarps / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int w = 0; w < half; ++w)
+#pragma unroll
+            for (int r = 0; r < kCols; ++r) p[w].x[r] += p[w + half].x[r];
+    return p[0];
+}
+
 }  // namespace linattn::cuda
