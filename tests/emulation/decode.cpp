@@ -14,10 +14,6 @@ namespace linattn::cuda::delta_recurrent {
 extern char smem_bytes[232448] ALIAS;
 }
 namespace linattn::ptx {
-inline void cp_async_bulk_store(void *g, uint32_t s, uint32_t n) {
-    if (n % 16 || s % 16 || (uintptr_t)g % 16) abort();
-    stores[cur].push_back([=] { memcpy(g, at(s), n); });
-}
 inline void cp_async_bulk_prefetch(const void *g, uint32_t n) {
     if (n % 16 || (uintptr_t)g % 16) abort();
 }

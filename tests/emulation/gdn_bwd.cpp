@@ -10,9 +10,6 @@ inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t n) {
 inline void cp_async_commit_group() {}
 template <int>
 inline void cp_async_wait_group() {}
-inline void cp_async_bulk_store(void *d, uint32_t s, uint32_t n) {
-    stores[cur].push_back([=] { memcpy(d, at(s), n); });
-}
 template <int n>
 inline void cp_async_bulk_wait_group() {
     cp_async_bulk_wait_group_read<n>();
