@@ -36,24 +36,15 @@ bool in_units(const Tensor &t) {
            reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
-// Can TMA address a [B, T, heads, D] array?
-bool tma_takes(const BwdParams &p, const Tensor &t, int64_t heads) {
-    const int64_t size[3] = {p.B, p.T, heads};
-    for (int axis = 0; axis < 3; axis++)
-        if (size[axis] < 1 || (size[axis] > 1 && (t.stride[axis] <= 0 || t.stride[axis] >= int64_t{1} << 39))) return false;
-    return true;
-}
-
-CUtensorMap map_of(const BwdParams &p, const char *name, const Tensor &t, int64_t heads) {
-    return make_tensor_map(name, t.data, t.dtype,
-                           {{p.K, 1, 64}, {heads, t.stride[2], 1}, {p.T, t.stride[1], kC}, {p.B, t.stride[0], 1}}, 128);
-}
-
 void make_maps(const BwdParams &p, Call &call) {
-    call.tma = tma_takes(p, p.q, p.H) && tma_takes(p, p.k, p.H) && tma_takes(p, p.v, p.HV) && tma_takes(p, p.d_o, p.HV);
+    call.tma = p.B > 0 && p.T > 0 && p.H > 0 && tma_fits(p.q, p.B, p.T, p.H) && tma_fits(p.k, p.B, p.T, p.H) &&
+               tma_fits(p.v, p.B, p.T, p.HV) && tma_fits(p.d_o, p.B, p.T, p.HV);
     if (!call.tma) return;
-    call.map_q = map_of(p, "q", p.q, p.H), call.map_k = map_of(p, "k", p.k, p.H);
-    call.map_v = map_of(p, "v", p.v, p.HV), call.map_do = map_of(p, "d_o", p.d_o, p.HV);
+    const auto map = [&](const char *name, const Tensor &t, int64_t heads) {
+        return make_tile_map(name, t, p.B, p.T, heads, p.K, kC);
+    };
+    call.map_q = map("q", p.q, p.H), call.map_k = map("k", p.k, p.H);
+    call.map_v = map("v", p.v, p.HV), call.map_do = map("d_o", p.d_o, p.HV);
 }
 
 }  // namespace gdn_bwd

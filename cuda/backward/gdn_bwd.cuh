@@ -152,12 +152,6 @@ __device__ __forceinline__ void split(float x, float y, uint32_t &high, uint32_t
     low = ptx::cvt_rn_x2<T>(x - h.x, y - h.y);
 }
 
-// The two elements (row, column) and (row, column + 1) of a tile.
-template <class T, class Tile>
-__device__ __forceinline__ float2 load_pair(uint32_t tile, int row, int column) {
-    return unpack(T{}, ptx::ld_shared_u32(tile + Tile::offset(row, column)));
-}
-
 // Sum over the four lanes that have the same rows of a fragment.
 __device__ __forceinline__ float sum_quad(float x) {
     x += __shfl_xor_sync(~0u, x, 1);

@@ -111,4 +111,14 @@ CUtensorMap make_tensor_map(const char *name, const void *data, DType dtype, std
     return map;
 }
 
+bool tma_fits(const Tensor &t, int64_t B, int64_t T, int64_t heads) {
+    const int64_t size[3] = {B, T, heads}, bytes = dtype_bytes(t.dtype);
+    if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0 || t.stride[3] != 1) return false;
+    for (int axis = 0; axis < 3; axis++)
+        if (size[axis] > 1 &&
+            (t.stride[axis] <= 0 || t.stride[axis] * bytes % 16 != 0 || t.stride[axis] >= kMaxStrideBytes / bytes))
+            return false;
+    return true;
+}
+
 }  // namespace linattn::cuda

@@ -24,4 +24,14 @@ struct TensorMapAxis {
 CUtensorMap make_tensor_map(const char *name, const void *data, DType dtype, std::initializer_list<TensorMapAxis> axes,
                             int swizzle_bytes);
 
+// TMA addresses a [B,T,heads,D] array if rows are contiguous and all else is a multiple of 16 bytes.
+bool tma_fits(const Tensor &t, int64_t B, int64_t T, int64_t heads);
+
+// Boxes of `tokens` tokens of one head, `columns` elements side by side, of such an array.
+inline CUtensorMap make_tile_map(const char *name, const Tensor &t, int64_t B, int64_t T, int64_t heads, int64_t D, int tokens,
+                                 int64_t columns = 64) {
+    return make_tensor_map(name, t.data, t.dtype,
+                           {{D, 1, columns}, {heads, t.stride[2], 1}, {T, t.stride[1], tokens}, {B, t.stride[0], 1}}, 128);
+}
+
 }  // namespace linattn::cuda

@@ -10,21 +10,6 @@
 namespace linattn::cuda {
 namespace gdn {
 
-// TMA addresses a [B,T,heads,D] array if rows are contiguous and all else is a multiple of 16 bytes.
-static bool tma_fits(const Tensor &t, int64_t B, int64_t T, int64_t heads) {
-    const int64_t size[3] = {B, T, heads};
-    if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0 || t.stride[3] != 1) return false;
-    for (int axis = 0; axis < 3; axis++)
-        if (size[axis] > 1 && (t.stride[axis] <= 0 || t.stride[axis] % 8 != 0 || t.stride[axis] >= int64_t{1} << 39))
-            return false;
-    return true;
-}
-
-static CUtensorMap tile_map(const char *name, const Tensor &t, int64_t B, int64_t T, int64_t heads, int64_t D) {
-    return make_tensor_map(name, t.data, t.dtype,
-                           {{D, 1, 64}, {heads, t.stride[2], 1}, {T, t.stride[1], kChunk}, {B, t.stride[0], 1}}, 128);
-}
-
 template <class T, int D, Pass kPass>
 static void launch_columns(const KernelParams &params, const TensorMaps &maps, int multiprocessors, bool narrow_columns) {
     const bool norm = params.p.qk_l2norm;
@@ -88,8 +73,8 @@ static uint64_t segment_bytes(const DeltaParams &p, int middles) {
 bool gdn_chunked_fits(const DeltaParams &p) {
     if (p.q.dtype != DType::BF16 && p.q.dtype != DType::F16) return false;
     if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
-    return gdn::tma_fits(p.q, p.B, p.T, p.H) && gdn::tma_fits(p.k, p.B, p.T, p.H) && gdn::tma_fits(p.v, p.B, p.T, p.HV) &&
-           gdn::tma_fits(p.o, p.B, p.T, p.HV);
+    return tma_fits(p.q, p.B, p.T, p.H) && tma_fits(p.k, p.B, p.T, p.H) && tma_fits(p.v, p.B, p.T, p.HV) &&
+           tma_fits(p.o, p.B, p.T, p.HV);
 }
 
 uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
@@ -100,8 +85,9 @@ uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
 void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     using namespace gdn;
     DeviceGuard guard(p.device);
-    const TensorMaps maps = {tile_map("q", p.q, p.B, p.T, p.H, p.K), tile_map("k", p.k, p.B, p.T, p.H, p.K),
-                             tile_map("v", p.v, p.B, p.T, p.HV, p.V), tile_map("o", p.o, p.B, p.T, p.HV, p.V)};
+    const TensorMaps maps = {
+        make_tile_map("q", p.q, p.B, p.T, p.H, p.K, kChunk), make_tile_map("k", p.k, p.B, p.T, p.H, p.K, kChunk),
+        make_tile_map("v", p.v, p.B, p.T, p.HV, p.V, kChunk), make_tile_map("o", p.o, p.B, p.T, p.HV, p.V, kChunk)};
     KernelParams params = {p,
                            middle_segments(p, multiprocessors),
                            Part::Whole,

@@ -32,24 +32,6 @@ static Slabs slabs(const DeltaParams &p) {
     return {all, (all + count - 1) / count};
 }
 
-// TMA addresses a [B,T,heads,D] array if rows are contiguous and all else is a multiple of 16 bytes.
-static bool tma_fits(const Tensor &t, int64_t B, int64_t T, int64_t heads) {
-    const int64_t size[3] = {B, T, heads}, bytes = dtype_bytes(t.dtype);
-    if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0 || t.stride[3] != 1) return false;
-    for (int axis = 0; axis < 3; axis++)
-        if (size[axis] > 1 &&
-            (t.stride[axis] <= 0 || t.stride[axis] * bytes % 16 != 0 || t.stride[axis] >= (int64_t{1} << 40) / bytes))
-            return false;
-    return true;
-}
-
-static CUtensorMap tile_map(const char *name, const Tensor &t, const DeltaParams &p, int64_t heads, int64_t columns,
-                            int swizzle) {
-    return make_tensor_map(name, t.data, t.dtype,
-                           {{p.K, 1, columns}, {heads, t.stride[2], 1}, {p.T, t.stride[1], kChunk}, {p.B, t.stride[0], 1}},
-                           swizzle);
-}
-
 template <int D>
 void launch_join(const KernelParams &params) {
     LaunchConfig config;
@@ -89,8 +71,8 @@ bool kda_chunked_fits(const DeltaParams &p) {
     if (p.g.dtype != DType::F32 && p.g.dtype != DType::BF16 && p.g.dtype != DType::F16) return false;
     if (p.B < 1 || p.T < 1 || p.N < 1 || p.HV < 1 || p.T > INT32_MAX - 64 || p.N > INT32_MAX / (4 * p.HV)) return false;
     if (kda::slabs(p).all > INT32_MAX || kda::slabs(p).length > INT32_MAX / p.HV) return false;  // a grid's limit
-    return kda::tma_fits(p.q, p.B, p.T, p.H) && kda::tma_fits(p.k, p.B, p.T, p.H) && kda::tma_fits(p.v, p.B, p.T, p.HV) &&
-           kda::tma_fits(p.o, p.B, p.T, p.HV) && kda::tma_fits(p.g, p.B, p.T, p.HV);
+    return tma_fits(p.q, p.B, p.T, p.H) && tma_fits(p.k, p.B, p.T, p.H) && tma_fits(p.v, p.B, p.T, p.HV) &&
+           tma_fits(p.o, p.B, p.T, p.HV) && tma_fits(p.g, p.B, p.T, p.HV);
 }
 
 uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
@@ -104,9 +86,10 @@ uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
 void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     DeviceGuard guard(p.device);
-    const TensorMaps maps = {tile_map("q", p.q, p, p.H, 64, 128), tile_map("k", p.k, p, p.H, 64, 128),
-                             tile_map("v", p.v, p, p.HV, 64, 128),
-                             tile_map("g", p.g, p, p.HV, 128 / dtype_bytes(p.g.dtype), 128)};
+    const TensorMaps maps = {make_tile_map("q", p.q, p.B, p.T, p.H, p.K, kChunk),
+                             make_tile_map("k", p.k, p.B, p.T, p.H, p.K, kChunk),
+                             make_tile_map("v", p.v, p.B, p.T, p.HV, p.V, kChunk),
+                             make_tile_map("g", p.g, p.B, p.T, p.HV, p.K, kChunk, 128 / dtype_bytes(p.g.dtype))};
     const Slabs slabs = kda::slabs(p);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 1023);
     KernelParams params = {p, static_cast<float>(p.scale), static_cast<float>(p.lower_bound),

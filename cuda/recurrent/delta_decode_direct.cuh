@@ -263,7 +263,7 @@ __device__ __forceinline__ void step(Share<C> &S, Smem<C> &smem, const TokenSlot
                 sum[C::kCols + r] = fmaf(s, q[i], sum[C::kCols + r]);
             }
     }
-    exchange<C>(sum, S.lk);
+    sum_in_warp<C>(sum, S.lk);
     float4 scalars = *reinterpret_cast<const float4 *>(&x.beta);
     float beta = scalars.x, qk = scalars.y;
     Results out = to;

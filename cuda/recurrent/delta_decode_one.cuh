@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
                 sum[C::kCols + r] = fmaf(s, q[i], sum[C::kCols + r]);
             }
     }
-    exchange<C>(sum, S.lk);
+    sum_in_warp<C>(sum, S.lk);
     if constexpr (C::kVFirst) {
         float own = beta * (float_of(c.q, __float_as_uint(v.x[0])) - sum[0]);  // of use where the sum is of S^T k
 #pragma unroll

@@ -169,18 +169,26 @@ __device__ __forceinline__ float4 share4(const float *s_vector, int lk, int kk) 
     return *reinterpret_cast<const float4 *>(s_vector + 8 * kk + 4 * lk);
 }
 
-// Sums over the eight lanes lk: an exchange halves what a lane carries, until one is left.
-template <int kCarried, int kMask, int kSums>
+// Sums over lanes lk, down to kLast classes that are left apart: an exchange halves what a lane carries, until one is left. Lanes
+// whose lk differ by one are kApart from one another.
+template <int kCarried, int kMask, int kLast = 1, int kApart = 1, int kSums>
 __device__ __forceinline__ void sum_over_lanes(float (&sum)[kSums], int lk) {
-    constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
-    bool upper = lk & kMask;
+    if constexpr (kMask >= kLast) {
+        constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
+        bool upper = lk & kMask;
 #pragma unroll
-    for (int i = 0; i < kNext; ++i) {
-        float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
-        float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
-        sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kMask);
+        for (int i = 0; i < kNext; ++i) {
+            float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
+            float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
+            sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kApart * kMask);
+        }
+        sum_over_lanes<kNext, kMask / 2, kLast, kApart>(sum, lk);
     }
-    if constexpr (kMask > 1) sum_over_lanes<kNext, kMask / 2>(sum, lk);
+}
+// Over the classes that a warp holds: numbers 0 .. kCols - 1 are S^T k of a lane's columns, the others S^T q.
+template <class C>
+__device__ __forceinline__ void sum_in_warp(float (&sum)[2 * C::kCols], int lk) {
+    sum_over_lanes<2 * C::kCols, 4, C::kFinal, C::kVFirst ? 1 : 4>(sum, lk);
 }
 
 // kCols values side by side.
@@ -193,22 +201,6 @@ __device__ __forceinline__ Columns<kCols> load_columns(const float *from) {
     return *reinterpret_cast<const Columns<kCols> *>(from);
 }
 
-// Sums over the classes that a warp holds, of a kernel whose Config leaves kFinal classes apart: an exchange halves what a lane carries, until one is left. Numbers 0 .. kCols - 1
-// are S^T k, the others S^T q.
-template <class C, int kMask = 4, int kCarried = 2 * C::kCols>
-__device__ __forceinline__ void exchange(float (&sum)[2 * C::kCols], uint32_t lk) {
-    if constexpr (kMask >= C::kFinal) {
-        constexpr int kNext = kCarried > 1 ? kCarried / 2 : 1;
-        bool upper = lk & kMask;
-#pragma unroll
-        for (int i = 0; i < kNext; ++i) {
-            float other = kCarried > 1 ? sum[i + kCarried / 2] : sum[i];
-            float sent = upper ? sum[i] : other, kept = upper ? other : sum[i];
-            sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, C::kVFirst ? kMask : 4 * kMask);
-        }
-        exchange<C, kMask / 2, kNext>(sum, lk);
-    }
-}
 // The warps' sums of a lane's columns, in the order of the exchanges.
 template <int kCols, int kWarps, int kWidth>
 __device__ __forceinline__ Columns<kCols> sum_over_warps(const float (&part)[kWarps][kWidth], int column) {

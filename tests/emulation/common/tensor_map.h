@@ -26,4 +26,10 @@ inline CUtensorMap make_tensor_map(const char *, const void *data, DType dtype, 
     static_assert(sizeof t <= sizeof m);
     return m;
 }
+inline bool tma_fits(const Tensor &, int64_t, int64_t, int64_t) { return true; }
+inline CUtensorMap make_tile_map(const char *name, const Tensor &t, int64_t B, int64_t T, int64_t heads, int64_t D, int tokens,
+                                 int64_t columns = 64) {
+    return make_tensor_map(name, t.data, t.dtype,
+                           {{D, 1, columns}, {heads, t.stride[2], 1}, {T, t.stride[1], tokens}, {B, t.stride[0], 1}}, 128);
+}
 }  // namespace linattn::cuda
