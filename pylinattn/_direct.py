@@ -97,7 +97,7 @@ class Direct:
         B, T, HV, V = v.shape
         o = exchange.empty(q, (B, T, HV, V), (T * HV * V, HV * V, V, 1), q.dtype)
         options_of_op = (scale, lower_bound, l2norm, GATES[gate], BETA_FORMS[beta_form], 0)
-        writes = decode or output_final_state
+        writes = decode or output_final_state  # also where decode becomes a forward
         copies = decode and initial is not None
         if copies:
             wide = self._float64 if q.dtype is self._float64 else self._float32

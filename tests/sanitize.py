@@ -7,7 +7,8 @@
 racecheck does not follow a warp's arrival by one lane: it takes a library built with -DLINATTN_EVERY_LANE_ARRIVES among
 CMAKE_CUDA_FLAGS (cuda/common/pipeline.cuh), named by PYLINATTN_LIBRARY.
 
-Names of families (gdn, kda) as arguments leave the others out. Each array is an allocation of its own, so that memcheck sees every access outside of one. Results are compared with the CPU.
+Each array is an allocation of its own, so that memcheck sees every access outside of one. Results are compared with the CPU.
+`python tests/sanitize.py gdn`, or kda, leaves the other family out.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ def table(values):
 
 
 FAMILIES = sys.argv[1:] or ["gdn", "kda"]
+if not set(FAMILIES) <= {"gdn", "kda"}:
+    sys.exit(f"families are {FAMILIES}; gdn and kda are known")
 for kda, D, (dtype, state_dtype), v_first in itertools.product(
     [family == "kda" for family in FAMILIES],
     (64, 128),
@@ -104,16 +107,18 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
     fwd, decode, verify = (
         getattr(pylinattn, f"{family}_{op}") for op in ("fwd", "decode", "verify")
     )
+    # What K = V = 64 of KDA goes in chunks with.
+    inside = {"beta_form": "logits"} if kda and D == 64 else {}
     lengths = table(np.concatenate([[0], np.cumsum(LENGTHS)]))
     packed = inputs(kda, 1, sum(LENGTHS) + 3, D, dtype)
     both(
         f"{name}, forward", fwd, packed, cu_seqlens=lengths, output_final_state=True,
-        initial_state=states(3, D, state_dtype, v_first), checkpoint_every=64,
+        initial_state=states(3, D, state_dtype, v_first), checkpoint_every=64, **inside,
     )  # fmt: skip
     alike = list(packed)  # keys that share a direction take two terms of each operand
     shared = rng.standard_normal((1, 1, H, D)) + 0.2 * rng.standard_normal(packed[1][1].shape)
     alike[1] = pair(shared, dtype)
-    both(f"{name}, keys alike", fwd, alike, cu_seqlens=lengths, output_final_state=True)
+    both(f"{name}, keys alike", fwd, alike, cu_seqlens=lengths, output_final_state=True, **inside)
     rows = table([2, -1, 0])
     for padding in (0, 8):  # 8: a pool that only the recurrent kernel takes
         pool = states(4, D, state_dtype, v_first, padding)
@@ -143,11 +148,11 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
         many = table(np.arange(0, 35 * 70, 70))
         both(
             f"{name}, many sequences", fwd, inputs(kda, 1, 34 * 70, D, dtype, 4), cu_seqlens=many,
-            output_final_state=True, qk_l2norm=norm,
+            output_final_state=True, qk_l2norm=norm, **inside,
         )  # fmt: skip
         both(
             f"{name}, one long sequence", fwd, inputs(kda, 1, 1500, D, dtype),
-            output_final_state=True, qk_l2norm=norm,
+            output_final_state=True, qk_l2norm=norm, **inside,
         )  # fmt: skip
     initial, final = (states(3, D, state_dtype, v_first) for _ in range(2))
     bias = pair(rng.random((HV, D) if kda else HV), np.float32)
