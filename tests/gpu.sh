@@ -11,7 +11,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYLINATTN_REQUIRE_GPU=1
 failed=0
 
 step() { # step name seconds command...: the command's last line, and the tests that failed
