@@ -75,12 +75,13 @@ const char *kda_decode(const DeltaParams &p) {
 }
 
 // A forward over so few tokens, from states to states of one layout, is a decode call that writes elsewhere: exact, and without a
-// chunk's fixed costs. Not of packed sequences, whose bits must not depend on how long the others are.
+// chunk's fixed costs. Not of packed sequences, whose bits must not depend on how long the others are, nor at splits = 1, where
+// a sequence has the same bits packed and alone.
 static bool decodes(const DeltaParams &p) {
     constexpr int64_t kFewTokens = 4;
     const Tensor &in = p.state_in, &out = p.state_out;
-    return p.T >= 1 && p.T <= kFewTokens && !p.cu_seqlens && !p.checkpoints && in && out && in.dtype == out.dtype &&
-           in.stride[2] == out.stride[2] && in.stride[3] == out.stride[3] && fits_decode(p);
+    return p.T >= 1 && p.T <= kFewTokens && p.splits != 1 && !p.cu_seqlens && !p.checkpoints && in && out &&
+           in.dtype == out.dtype && in.stride[2] == out.stride[2] && in.stride[3] == out.stride[3] && fits_decode(p);
 }
 
 // In chunks wherever TMA can address the inputs, token by token elsewhere.

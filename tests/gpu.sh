@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that a GPU has to show, in some seven minutes on a machine with 16 cores: bash tests/gpu.sh [folder for the logs]
+# All that a GPU has to show, in some six minutes on a machine with 16 cores: bash tests/gpu.sh [folder for the logs]
 #
 # Needs pytest-xdist. Environment:
 #
@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYLINATTN_REQUIRE_GPU=1
+export OMP_NUM_THREADS=1 LINATTN_NUM_THREADS=1 # the processes are many enough
 failed=0
 
 step() { # step name seconds command...: the command's last line, and the tests that failed
@@ -20,24 +21,40 @@ step() { # step name seconds command...: the command's last line, and the tests 
     timeout "$limit" "$@" >"$logs/$name.log" 2>&1
     status=$?
     [ $status -eq 0 ] || failed=1
-    printf '%-10s status %d, %3d s: %s\n' "$name" $status $((SECONDS - start)) "$(tail -n 1 "$logs/$name.log" | cut -c 1-100)"
+    printf '%-13s status %d, %3d s: %s\n' "$name" $status $((SECONDS - start)) "$(tail -n 1 "$logs/$name.log" | cut -c 1-100)"
     grep -E '^(FAILED|ERROR) ' "$logs/$name.log" | cut -c 1-160
 }
 
 many=(python3 -m pytest -q -p no:cacheprovider -n "${PYLINATTN_TEST_PROCESSES:-8}")
 alone=tests/test_gpu_matrix.py::test_ten_thousand_calls_keep_memory_flat
+sanitizers() { # beside the suite: each takes one core
+    for tool in synccheck initcheck memcheck; do
+        step $tool 120 compute-sanitizer --tool $tool --error-exitcode 1 python3 tests/sanitize.py
+    done
+    if [ -n "${PYLINATTN_RACECHECK:-}" ]; then
+        step racecheck 300 env PYLINATTN_LIBRARY="$PYLINATTN_RACECHECK" \
+            compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py
+    fi
+    return $failed
+}
+
+against_fla() { # a process for each test of gradients, whose kernels FLA compiles for minutes
+    local these=(python3 -m pytest -q -p no:cacheprovider --durations=5 tests/test_gpu_fla.py)
+    step fla-gradients 500 "${these[@]}" -n 10 -k test_gradients
+    step fla 300 "${these[@]}" -n 10 -k "not test_gradients"
+    return $failed
+}
+
 step parts 120 "${many[@]}" tests/gpu_parts
-step suite 500 "${many[@]}" -m gpu tests --ignore tests/test_gpu_fla.py --deselect $alone
-step flat 60 python3 -m pytest -q -p no:cacheprovider $alone
-for tool in synccheck initcheck memcheck; do
-    step $tool 60 compute-sanitizer --tool $tool --error-exitcode 1 python3 tests/sanitize.py
-done
-if [ -n "${PYLINATTN_RACECHECK:-}" ]; then
-    step racecheck 200 env PYLINATTN_LIBRARY="$PYLINATTN_RACECHECK" \
-        compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py
-fi
+sanitizers >"$logs/beside.log" &
+beside=($!)
 if python3 -c "import fla" 2>/dev/null; then
-    step fla 300 "${many[@]}" --durations=5 tests/test_gpu_fla.py
+    against_fla >>"$logs/beside.log" &
+    beside+=($!)
 fi
+step suite 500 "${many[@]}" -m gpu tests --ignore tests/test_gpu_fla.py --deselect $alone
+for process in "${beside[@]}"; do wait "$process" || failed=1; done
+cat "$logs/beside.log"
+step flat 60 python3 -m pytest -q -p no:cacheprovider $alone
 echo "logs in $logs"
 exit $failed

@@ -103,6 +103,7 @@ def test_more_blocks_than_a_grid_axis_holds(family, N, H, HV, generator):
         inputs | {"cu_seqlens": cu, "initial_state": pool},
         qk_l2norm=True,
         output_final_state=True,
+        splits=1,
     )
     path = pylinattn.last_path()
     state = pool.clone()
@@ -121,9 +122,29 @@ def test_more_blocks_than_a_grid_axis_holds(family, N, H, HV, generator):
             | {"initial_state": pool[n : n + 1]},
             qk_l2norm=True,
             output_final_state=True,
+            splits=1,
         )
         check(same_bits(alone.o, done.o[:, n : n + 1]), f"o of sequence {n}")
         check(same_bits(alone.final_state, done.final_state[n : n + 1]), f"state of sequence {n}")
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_short_sequences_alone_and_packed_have_equal_bits(family, T, generator):
+    """At splits = 1, also of so few tokens that a call with them alone would decode."""
+    options = dict(qk_l2norm=True, output_final_state=True, splits=1)
+    inputs = random_inputs(family, 1, 3 * T + 100, 2, 4, 128, generator)
+    cu = torch.tensor([0, T, 2 * T + 100, 3 * T + 100], dtype=torch.int32, device=CUDA)
+    state = torch.randn(3, 4, 128, 128, device=CUDA, generator=generator) * 0.1
+    packed = run(f"{family}_fwd", inputs | {"cu_seqlens": cu, "initial_state": state}, **options)
+    for n, begin in ((0, 0), (2, 2 * T + 100)):
+        own = {name: x[:, begin : begin + T].clone() for name, x in inputs.items()}
+        own["initial_state"] = state[n : n + 1]
+        for more in ({}, {"cu_seqlens": cu[:2]}):
+            alone = run(f"{family}_fwd", own | more, **options)
+            check(pylinattn.last_path() == "cuda/chunked", pylinattn.last_path())
+            check(same_bits(alone.o, packed.o[:, begin : begin + T]), f"o of sequence {n}")
+            check(same_bits(alone.final_state, packed.final_state[n : n + 1]), f"state of {n}")
 
 
 @pytest.mark.slow
