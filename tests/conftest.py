@@ -17,7 +17,11 @@ sys.path.insert(0, str(TESTS))
 
 import arrays  # noqa: E402
 
-MARKERS = ("gpu: needs an NVIDIA Hopper GPU", "slow: takes more than a few seconds")
+MARKERS = (
+    "gpu: needs an NVIDIA Hopper GPU",
+    "slow: takes more than a few seconds",
+    "xdist_group: in one process of pytest-xdist, where that is installed",
+)
 
 
 def pytest_configure(config):

@@ -25,7 +25,7 @@ step() { # step name seconds command...: the command's last line, and the tests 
     grep -E '^(FAILED|ERROR) ' "$logs/$name.log" | cut -c 1-160
 }
 
-many=(python3 -m pytest -q -p no:cacheprovider -n "${PYLINATTN_TEST_PROCESSES:-8}")
+many=(python3 -m pytest -q -p no:cacheprovider --dist loadgroup -n "${PYLINATTN_TEST_PROCESSES:-8}")
 alone=tests/test_gpu_matrix.py::test_ten_thousand_calls_keep_memory_flat
 sanitizers() { # beside the suite: each takes one core
     for tool in synccheck initcheck memcheck; do

@@ -35,7 +35,10 @@ def relative_rms(a, b):
 
 # ---- sizes
 
+much_memory = pytest.mark.xdist_group("much_memory")  # one after the other, with --dist loadgroup
 
+
+@much_memory
 @pytest.mark.parametrize("T", [17476, 17477])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_offsets_beyond_two_to_the_31(family, T, generator):
@@ -59,6 +62,7 @@ def test_offsets_beyond_two_to_the_31(family, T, generator):
         )
 
 
+@much_memory
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("v_first", [False, True], ids=["k_first", "v_first"])
 def test_pool_rows_beyond_two_to_the_31(state, v_first, generator):
