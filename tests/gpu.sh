@@ -26,7 +26,11 @@ step() { # step name seconds command...: the command's last line, and the tests 
 }
 
 many=(python3 -m pytest -q -p no:cacheprovider --dist loadgroup -n "${PYLINATTN_TEST_PROCESSES:-8}")
-alone=tests/test_gpu_matrix.py::test_ten_thousand_calls_keep_memory_flat
+alone=( # they skip themselves beside others
+    tests/test_gpu_matrix.py::test_ten_thousand_calls_keep_memory_flat
+    tests/test_gpu.py::test_no_synchronisation_and_no_growing_memory
+    tests/test_gpu_limits.py::test_host_time_does_not_depend_on_new_lengths
+)
 sanitizers() { # beside the suite: each takes one core
     for tool in synccheck initcheck memcheck; do
         step $tool 120 compute-sanitizer --tool $tool --error-exitcode 1 python3 tests/sanitize.py
@@ -52,9 +56,9 @@ if python3 -c "import fla" 2>/dev/null; then
     against_fla >>"$logs/beside.log" &
     beside+=($!)
 fi
-step suite 500 "${many[@]}" -m gpu tests --ignore tests/test_gpu_fla.py --deselect $alone
+step suite 500 "${many[@]}" -m gpu tests --ignore tests/test_gpu_fla.py
 for process in "${beside[@]}"; do wait "$process" || failed=1; done
 cat "$logs/beside.log"
-step flat 60 python3 -m pytest -q -p no:cacheprovider $alone
+step alone 60 python3 -m pytest -q -p no:cacheprovider "${alone[@]}"
 echo "logs in $logs"
 exit $failed
