@@ -10,7 +10,7 @@ constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders one warp works
 
 template <class C>
 struct alignas(1024) GradientsSmem {
-    char q[C::Rows::kBytes], k[C::Rows::kBytes];  // last dq, dk on their way out
+    char q[C::Rows::kBytes], k[C::Rows::kBytes];
     struct Tokens {
         char d_o[C::Rows::kBytes], e[C::Rows::kBytes], dr[C::Rows::kBytes];
     } tokens[2];  // of this value head, of the next
@@ -21,13 +21,16 @@ struct alignas(1024) GradientsSmem {
         Chunk chunk;  // with head
         bool flagged;
     } head[2];    // as tokens
-    Chunk chunk;  // of the key head, for the multipliers
+    struct Key {  // of the key head, for the multipliers
+        Chunk chunk;
+        float along[2][2][kC];  // y . dq', y . dk', by warpgroup
+        float norm[2][kC];      // 1 / |q|, 1 / |k|
+    } key[2];                   // of this key head and of the one before, which slower warps may still read
     struct Sums {
-        float pairs[2][4][kC];                       // of H, by its two parts and rows of a warp
-        float c[2][kC], after[2][kC];                // c_i, f_j, by warpgroup
-    } sums[2];                                       // from the multipliers to the helpers
-    float along[2][2][kC];                           // y . dq', y . dk', by warpgroup
-    float dbeta[2][kC], product[2][4], norm[2][kC];  // by place; by place; 1 / |q|, 1 / |k|
+        float pairs[2][4][kC];          // of H, by its two parts and rows of a warp
+        float c[2][kC], after[2][kC];   // c_i, f_j, by warpgroup
+    } sums[2];                          // from the multipliers to the helpers
+    float dbeta[2][kC], product[2][4];  // by place
     alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes],
         state_ring[Ring<1>::kBytes], grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
 };

@@ -378,6 +378,7 @@ template <class C>
 __global__ void __launch_bounds__(kPrepareThreads, kPrepareCtas) gdn_bwd_prepare_kernel(const __grid_constant__ Call call) {
     extern __shared__ __align__(1024) char smem_bytes[];
     const int64_t HV = call.p().HV, index = blockIdx.x / HV;
+    delta_bwd::after_those_before();
     if (index >= call.chunks()) return;
     const Chunk c = delta_bwd::find_chunk(call.p(), call.exact.w.chunk_start, index, blockIdx.x % HV);
     const Prepare<C> prepare{call, *reinterpret_cast<PrepareSmem<C> *>(smem_bytes), c};
@@ -392,6 +393,7 @@ void launch_prepare(const Call &call) {
         launch_config.block.x = kPrepareThreads;
         launch_config.smem_bytes = sizeof(PrepareSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
+        launch_config.programmatic = true;
         launch("gdn_bwd_prepare_kernel", gdn_bwd_prepare_kernel<C>, launch_config, call);
     });
 }

@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
     const BwdParams &p = call.p();
+    delta_bwd::after_those_before();
     // Reverse scans, which take longer, come first.
     const int64_t states = p.N * p.HV * C::kHalves, index = blockIdx.x % states;
     const int half = static_cast<int>(index % C::kHalves), head = static_cast<int>(index / C::kHalves % p.HV);
@@ -367,6 +368,7 @@ void launch_scan(const Call &call) {
         launch_config.cluster.x = C::kHalves;
         launch_config.smem_bytes = sizeof(ScanSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
+        launch_config.programmatic = true;
         launch("gdn_bwd_scan_kernel", gdn_bwd_scan_kernel<C>, launch_config, call);
     });
 }

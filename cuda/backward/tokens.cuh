@@ -1,6 +1,7 @@
 // What all passes of the backward share: where a sequence and a chunk lie, and single values of the caller's arrays.
 #pragma once
 #include "delta_bwd.h"
+#include "ptx/cta.cuh"
 #include "recurrent/tokens.cuh"
 
 namespace linattn::cuda::delta_bwd {
@@ -82,6 +83,12 @@ __device__ __forceinline__ Chunk find_chunk(const DeltaParams &p, const int *chu
             index,
             low,
             static_cast<int>(left < kBwdChunk ? left : kBwdChunk)};
+}
+
+// First in every kernel that follows another of the call: the next may start, and what those before wrote is there.
+__device__ __forceinline__ void after_those_before() {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
 }
 
 // With flags: is the head without one, or are all of them? Then other kernels have done it.
