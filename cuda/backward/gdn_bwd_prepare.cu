@@ -352,7 +352,7 @@ struct Prepare {
             if (is_few(call, c)) {  // the kernels in float do it
                 if (thread != 0) return;
                 call.flag(c.n, c.head);
-                return ptx::cp_async_bulk_wait_group<0>();
+                return ptx::cp_async_bulk_wait_group_read<0>();
             }
             hard = similarities(kk, qk);
         }
@@ -370,7 +370,7 @@ struct Prepare {
         ptx::cp_async_bulk_store(tile_of<Square>(call.pairs, at), s_pairs, Square::kBytes);
         ptx::cp_async_bulk_store(tile_of<Square>(call.solve, at), s_solve, Square::kBytes);
         ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group<0>();
+        ptx::cp_async_bulk_wait_group_read<0>();
     }
 };
 

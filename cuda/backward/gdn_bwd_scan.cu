@@ -184,7 +184,7 @@ struct Scan {
             __syncwarp();
             if (step + 2 < job.chunks) ptx::bar_arrive(kFree + place, kWithStorer);
         }
-        if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group<0>();
+        if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     }
     static __device__ __forceinline__ void when_free(int place) { ptx::bar_sync(kFree + place, kWithStorer); }
     // By the computing warps: their share is staged.
