@@ -203,25 +203,8 @@ struct GradientsParts {
         return __shfl_sync(~0u, sum_before(__shfl_sync(~0u, x, 31 - lane)), 31 - lane);
     }
 
-    // What the gates and betas of a lane's two tokens are.
-    struct GateInputs {
-        float gate[2], form[2];
-    };
-    __device__ __forceinline__ GateInputs gate_inputs(const Chunk &c) const {
-        const BwdParams &p = call.p();
-        GateInputs in = {};
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int t = 2 * lane + i;
-            if (t >= c.length) continue;
-            if (p.gate != Gate::None)
-                in.gate[i] = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, c.token + t, c.head), c.head, 0);
-            in.form[i] = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + t, c.head));
-        }
-        return in;
-    }
     // dg, dbeta and the chunk's sums, by one warp, two tokens a lane. decay: of the chunk.
-    __device__ __forceinline__ void gates(const Chunk &c, const GateInputs &in, float decay, const RingState<2> &at) const {
+    __device__ __forceinline__ void gates(const Chunk &c, const delta_bwd::GateBits<2> &in, float decay, const RingState<2> &at) const {
         const BwdParams &p = call.p();
         const auto two = [&](const float *from) { return *reinterpret_cast<const float2 *>(from + 2 * lane); };
         sums_ring.wait_full(at);
@@ -250,10 +233,10 @@ struct GradientsParts {
         for (int i = 0; i < 2; i++) {
             const int t = 2 * lane + i;
             if (t >= c.length) continue;
-            const float x = p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate[i], dg[i], amplitude, dA, dbias) : dg[i];
+            const float x = p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate_input(p, i), dg[i], amplitude, dA, dbias) : dg[i];
             delta_bwd::store_float(p.dg, delta_bwd::element(p.dg, c.b, c.token + t, c.head), x);
             delta_bwd::store_float(p.dbeta, delta_bwd::element(p.dbeta, c.b, c.token + t, c.head),
-                                   delta_bwd::through_beta(p, in.form[i], of_beta[i]));
+                                   delta_bwd::through_beta(p, float_of(p.beta, in.beta[i]), of_beta[i]));
         }
         if (p.gate == Gate::None) return;
         dA = sum_over<32>(dA), dbias = sum_over<32>(dbias);
@@ -307,6 +290,7 @@ struct GradientsParts {
     }
 
     __device__ __forceinline__ void help() const {
+        const BwdParams &p = call.p();
         RingState<1> states;
         RingState<2> at, sums;
         for (int left = heads(); left > 0; left--, at.advance()) {
@@ -316,8 +300,7 @@ struct GradientsParts {
                 warp_arrive(tokens_ring.empty(at.stage), lane);
                 continue;
             }
-            GateInputs in = {};
-            if (warp == 1) in = gate_inputs(c);
+            const delta_bwd::GateBits<2> in(p, c, 2 * lane, warp == 1);
             const float decay = smem.f[at.stage].decay;
             diagonals(at.stage, sums.stage);
             values(c, at.stage);

@@ -95,17 +95,12 @@ struct Prepare {
         const BwdParams &p = call.p();
         const float amplitude = delta_bwd::amplitude_of(p, c.head);
         float log2[2], beta[2];
-        // All loads before what needs them; those past the end repeat the last token's.
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int64_t t = c.token + min(2 * lane + i, c.length - 1);
-            log2[i] = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, t, c.head), c.head, 0);
-            beta[i] = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, t, c.head));
-        }
+        const delta_bwd::GateBits<2> bits(p, c, 2 * lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const bool inside = 2 * lane + i < c.length;
-            log2[i] = kLog2E * log_decay(p, log2[i], amplitude);
+            beta[i] = float_of(p.beta, bits.beta[i]);
+            log2[i] = kLog2E * log_decay(p, bits.gate_input(p, i), amplitude);
             if (log2[i] < kLeastLog2Decay) log2[i] = kLeastLog2Decay;  // NaN stays
             log2[i] = inside ? log2[i] : 0.0f, beta[i] = inside ? delta_bwd::beta_of(p, beta[i]) : 0.0f;
         }
