@@ -204,7 +204,8 @@ struct GradientsParts {
     }
 
     // dg, dbeta and the chunk's sums, by one warp, two tokens a lane. decay: of the chunk.
-    __device__ __forceinline__ void gates(const Chunk &c, const delta_bwd::GateBits<2> &in, float decay, const RingState<2> &at) const {
+    __device__ __forceinline__ void gates(const Chunk &c, const delta_bwd::GateBits<2> &in, float decay,
+                                          const RingState<2> &at) const {
         const BwdParams &p = call.p();
         const auto two = [&](const float *from) { return *reinterpret_cast<const float2 *>(from + 2 * lane); };
         sums_ring.wait_full(at);
@@ -233,7 +234,8 @@ struct GradientsParts {
         for (int i = 0; i < 2; i++) {
             const int t = 2 * lane + i;
             if (t >= c.length) continue;
-            const float x = p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate_input(p, i), dg[i], amplitude, dA, dbias) : dg[i];
+            const float x =
+                p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate_input(p, i), dg[i], amplitude, dA, dbias) : dg[i];
             delta_bwd::store_float(p.dg, delta_bwd::element(p.dg, c.b, c.token + t, c.head), x);
             delta_bwd::store_float(p.dbeta, delta_bwd::element(p.dbeta, c.b, c.token + t, c.head),
                                    delta_bwd::through_beta(p, float_of(p.beta, in.beta[i]), of_beta[i]));
