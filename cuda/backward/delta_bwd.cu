@@ -19,6 +19,7 @@ constexpr int kRowThreads = 256;  // 8 rows, one a warp
 
 __global__ void __launch_bounds__(1024) delta_bwd_plan_kernel(const __grid_constant__ BwdCall call) {
     __shared__ int of_warp[32];
+    ptx::griddepcontrol_launch_dependents();
     const int N = static_cast<int>(call.p.N), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (call.w.flags)
         for (int64_t i = threadIdx.x; i <= N * call.p.HV; i += 1024) call.w.flags[i] = 0;
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_prepare_kernel(const __
     const BwdParams &p = call.p;
     constexpr int kWarps = kRowThreads / 32;
     const int warp = threadIdx.x / 32;
+    after_those_before();
     if (nothing_flagged(call)) return;
     if (call.w.flags) {
         for (int64_t i = blockIdx.x; i < call.w.chunk_start[p.N] * p.HV; i += gridDim.x) {
@@ -125,6 +127,7 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_keys_kernel(const __gri
     constexpr int kCount = D / 32;
     const int lane = threadIdx.x % 32;
     const int64_t step = int64_t{gridDim.x} * (kRowThreads / 32), group = p.HV / p.H;
+    after_those_before();
     for (int64_t i = int64_t{blockIdx.x} * (kRowThreads / 32) + threadIdx.x / 32; i < p.B * p.T * p.H; i += step) {
         const int64_t row = i / p.H, head = i % p.H, b = row / p.T, t = row % p.T;
         if (!is_token(p, t)) continue;
@@ -157,6 +160,7 @@ __global__ void __launch_bounds__(kRowThreads) delta_bwd_keys_kernel(const __gri
 __global__ void __launch_bounds__(kRowThreads) delta_bwd_sums_kernel(const __grid_constant__ BwdCall call, int64_t channels) {
     const BwdParams &p = call.p;
     const int64_t i = int64_t{blockIdx.x} * kRowThreads + threadIdx.x, head = i / channels, channel = i % channels;
+    after_those_before();
     if (head >= p.HV) return;
     const int chunks = call.w.chunk_start[p.N];
     const auto sum = [&](const float *from, int64_t width, int64_t at) {
@@ -202,6 +206,7 @@ LaunchConfig rows_config(const BwdParams &p, int64_t rows) {
     config.grid.x = blocks < (int64_t{1} << 30) ? blocks : int64_t{1} << 30;
     config.block.x = kRowThreads;
     config.stream = static_cast<cudaStream_t>(p.stream);
+    config.programmatic = true;
     return config;
 }
 
@@ -209,6 +214,7 @@ template <int D>
 void launch_prepare(const BwdCall &call) {
     LaunchConfig rows = rows_config(call.p, call.p.B * call.p.T * call.p.HV);
     if (call.w.flags && rows.grid.x > kFlaggedGrid) rows.grid.x = kFlaggedGrid;
+    rows.programmatic = !call.transition;  // of a segment it is the first
     if (call.p.family == Family::Kda)
         launch("delta_bwd_prepare_kernel", delta_bwd_prepare_kernel<D, true>, rows, call);
     else
@@ -255,6 +261,7 @@ void launch_delta_bwd_sums(const BwdCall &call) {
     config.grid.x = (p.HV * channels + delta_bwd::kRowThreads - 1) / delta_bwd::kRowThreads;
     config.block.x = delta_bwd::kRowThreads;
     config.stream = static_cast<cudaStream_t>(p.stream);
+    config.programmatic = true;
     launch("delta_bwd_sums_kernel", delta_bwd::delta_bwd_sums_kernel, config, call, channels);
 }
 

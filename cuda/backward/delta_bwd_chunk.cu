@@ -406,6 +406,7 @@ __global__ void __launch_bounds__(C::D) delta_bwd_chunk_kernel(const __grid_cons
     extern __shared__ __align__(16) char smem_bytes[];
     ChunkSmem<C> &smem = *reinterpret_cast<ChunkSmem<C> *>(smem_bytes);
     const int64_t HV = call.p.HV;
+    after_those_before();
     if (nothing_flagged(call)) return;
     for (int64_t i = blockIdx.x; i < call.w.chunk_start[call.p.N] * HV; i += gridDim.x) {
         const Chunk chunk = find_chunk(call.p, call.w.chunk_start, i / HV, i % HV);
@@ -430,6 +431,7 @@ void launch_chunks(const BwdCall &call) {
     config.block.x = C::D;
     config.smem_bytes = sizeof(ChunkSmem<C>);
     config.stream = static_cast<cudaStream_t>(call.p.stream);
+    config.programmatic = true;
     launch("delta_bwd_chunk_kernel", delta_bwd_chunk_kernel<C>, config, call);
 }
 

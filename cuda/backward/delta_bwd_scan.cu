@@ -213,15 +213,14 @@ __device__ __forceinline__ float reverse_token(StateTile<C::D> &grad, const Scan
     return du;
 }
 
+// Items index, index + step, ...
 template <class C>
-__global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_constant__ BwdCall call) {
-    extern __shared__ __align__(16) char smem_bytes[];
+__device__ __forceinline__ void scan(const BwdCall &call, char *smem_bytes, int64_t index, int64_t step_of_items) {
     ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
     const BwdParams &p = call.p;
     const Lane lane;
     const Tensor marks = chunk_states<C::D>(C::kReverse ? call.w.grads : call.w.states, p.HV);
-    if (nothing_flagged(call)) return;
-    for (int64_t i = blockIdx.x; i < p.N * p.HV * C::kBlocksV; i += gridDim.x) {
+    for (int64_t i = index; i < p.N * p.HV * C::kBlocksV; i += step_of_items) {
         if (left_out(call, i / C::kBlocksV / p.HV, i / C::kBlocksV % p.HV)) continue;
         const int column = static_cast<int>(i % C::kBlocksV) * kColumns;
         const bool of_values = column < C::D;
@@ -269,16 +268,44 @@ __global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_c
     }
 }
 
+// Both directions at once, since neither needs the other: the first half of the CTAs does the reverse one, which takes longer.
+template <int D, bool kKda>
+__global__ void __launch_bounds__(kThreads) delta_bwd_scan_kernel(const __grid_constant__ BwdCall call) {
+    extern __shared__ __align__(16) char smem_bytes[];
+    const int64_t half = gridDim.x / 2, index = blockIdx.x;
+    after_those_before();
+    if (nothing_flagged(call)) return;
+    if (index < half)
+        scan<ScanConfig<D, kKda, true, false>>(call, smem_bytes, index, half);
+    else
+        scan<ScanConfig<D, kKda, false, false>>(call, smem_bytes, index - half, half);
+}
+
 template <class C>
-void launch_scan(const BwdCall &call) {
+__global__ void __launch_bounds__(kThreads) delta_segment_scan_kernel(const __grid_constant__ BwdCall call) {
+    extern __shared__ __align__(16) char smem_bytes[];
+    after_those_before();
+    scan<C>(call, smem_bytes, blockIdx.x, gridDim.x);
+}
+
+// C: of the larger direction.
+template <class C>
+LaunchConfig scan_config(const BwdCall &call) {
     LaunchConfig config;
     config.grid.x = call.p.N * call.p.HV * C::kBlocksV;
-    const int64_t most = call.w.flags ? kFlaggedGrid : int64_t{1} << 30;
+    const int64_t most = call.w.flags ? kFlaggedGrid / 2 : int64_t{1} << 29;
     if (config.grid.x > most) config.grid.x = most;
+    if (!C::kMap) config.grid.x *= 2;
     config.block.x = kThreads;
     config.smem_bytes = sizeof(ScanSmem<C>);
     config.stream = static_cast<cudaStream_t>(call.p.stream);
-    launch(C::kMap ? "delta_segment_scan_kernel" : "delta_bwd_scan_kernel", delta_bwd_scan_kernel<C>, config, call);
+    config.programmatic = true;
+    return config;
+}
+
+template <class C>
+void launch_segment_scan(const BwdCall &call) {
+    launch("delta_segment_scan_kernel", delta_segment_scan_kernel<C>, scan_config<C>(call), call);
 }
 
 // f<D, kKda>() for the call.
@@ -296,16 +323,16 @@ void for_config(const BwdParams &p, F f) {
 void launch_delta_bwd_scans(const BwdCall &call) {
     using namespace delta_bwd;
     for_config(call.p, [&](auto D, auto kda) {
-        launch_scan<ScanConfig<D.value, kda.value, false, false>>(call);
-        launch_scan<ScanConfig<D.value, kda.value, true, false>>(call);
+        launch("delta_bwd_scan_kernel", delta_bwd_scan_kernel<D.value, kda.value>,
+               scan_config<ScanConfig<D.value, kda.value, true, false>>(call), call);
     });
 }
 
 void launch_delta_segment_scan(const BwdCall &call, bool backward) {
     using namespace delta_bwd;
     for_config(call.p, [&](auto D, auto kda) {
-        backward ? launch_scan<ScanConfig<D.value, kda.value, true, true>>(call)
-                 : launch_scan<ScanConfig<D.value, kda.value, false, true>>(call);
+        backward ? launch_segment_scan<ScanConfig<D.value, kda.value, true, true>>(call)
+                 : launch_segment_scan<ScanConfig<D.value, kda.value, false, true>>(call);
     });
 }
 

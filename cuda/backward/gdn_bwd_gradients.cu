@@ -134,9 +134,10 @@ struct Gradients : GradientsParts<C> {
         }
     }
 
-    // One value head: adds to dq' and dk'.
+    // One value head: adds to dq' and dk'. With the key head's first, q and k arrive beside its first product, and `similar` is made.
     __device__ __forceinline__ void value_head(const RingState<2> &at, const RingState<1> &states, const RingState<2> &sums_at,
-                                               const float (&similar)[32], float (&dq)[32], float (&dk)[32]) const {
+                                               bool first, uint32_t phase_of_key, float (&similar)[32], float (&dq)[32],
+                                               float (&dk)[32]) const {
         float x[32], y[32], c_dots[2] = {}, after[2] = {};
         const int place = at.stage;
         const Factors &f = smem.f[place];
@@ -149,6 +150,13 @@ struct Gradients : GradientsParts<C> {
                                                     Rows::k_major_low(s_e(place), 0, 0), false);
         multipliers();  // P' and M of the head before are read
         sums_ring.wait_empty(sums_at);
+        if (first) {
+            ptx::mbarrier_wait_parity(key_ring.full(0), phase_of_key);
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
+                                                    Rows::k_major_low(s_k, 0, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(similar);
+        }
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x), ptx::register_fence(y);
         scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
@@ -217,35 +225,51 @@ struct Gradients : GradientsParts<C> {
         sum[0] *= norm[row], sum[1] *= norm[row + 8];
         put_rows(to, sum);
     }
-    // dx = dx' - y (y . dx'), by way of where q or k was: a warp's rows and a warpgroup's channels are read and written by it alone.
-    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32], uint32_t tile,
-                                         const float *norm, int which) const {
-        float dot[2] = {};
-        if (call.p().qk_l2norm)
+    // dx = dx' - y (y . dx').
+    __device__ __forceinline__ void through_norm(float (&x)[32], uint32_t tile, const float *norm, const float (*along)[2][kC],
+                                                 int which) const {
+        float dot[2];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int i = row + 8 * half;
-                dot[half] = -norm[i] * (smem.along[0][which][i] + (C::kHalves > 1 ? smem.along[1][which][i] : 0.0f));
-            }
-        uint32_t out[16];
+        for (int half = 0; half < 2; half++) {
+            const int i = row + 8 * half;
+            dot[half] = -norm[i] * (along[0][which][i] + (C::kHalves > 1 ? along[1][which][i] : 0.0f));
+        }
         each_pair(tile, [&](int i, int half, float2 raw) {
-            out[i / 2] = ptx::cvt_rn_x2<T>(fmaf(dot[half], raw.x, x[i]), fmaf(dot[half], raw.y, x[i + 1]));
+            x[i] = fmaf(dot[half], raw.x, x[i]), x[i + 1] = fmaf(dot[half], raw.y, x[i + 1]);
         });
-        __syncwarp();
-#pragma unroll
-        for (int block = 0; block < 4; block++) {
-            const uint32_t word[4] = {out[4 * block], out[4 * block + 1], out[4 * block + 2], out[4 * block + 3]};
-            ptx::stmatrix_x4(tile + Rows::block16_offset(16 * warp, 64 * group + 16 * block, lane), word);
-        }
-        __syncwarp();
+    }
+    // dq or dk from fragments: the four lanes of a row change theirs for eight channels in a row each.
+    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32]) const {
         uint16_t *const to =
-            reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head, 64 * group + lane % 8 * 8);
+            reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head, 64 * group + 8 * q);
 #pragma unroll
-        for (int first = 0; first < 16; first += 4) {
-            const int token = 16 * warp + first + lane / 8;
-            const uint4 row8 = ptx::ld_shared_v4_u32(tile + Rows::offset(token, 64 * group + lane % 8 * 8));
-            if (token < c.length) *reinterpret_cast<uint4 *>(to + token * t.stride[1]) = row8;
-        }
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                uint32_t word[4];
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const int at = 4 * (4 * part + n) + 2 * half;
+                    word[n] = ptx::cvt_rn_x2<T>(x[at], x[at + 1]);
+                }
+                transpose_quad(word);
+                const int token = row + 8 * half;
+                if (token < c.length)
+                    *reinterpret_cast<uint4 *>(to + token * t.stride[1] + 32 * part) =
+                        make_uint4(word[0], word[1], word[2], word[3]);
+            }
+    }
+    // Of a lane's four words, each becomes that with this lane's number (of the four) of another lane.
+    __device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) const {
+#pragma unroll
+        for (int step = 2; step > 0; step /= 2)
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                if (n & step) continue;
+                const bool up = q & step;
+                const uint32_t other = __shfl_xor_sync(~0u, up ? word[n] : word[n + step], step);
+                (up ? word[n] : word[n + step]) = other;
+            }
     }
 
     __device__ __forceinline__ void multiply() const {
@@ -253,25 +277,22 @@ struct Gradients : GradientsParts<C> {
         const int group_size = static_cast<int>(p.HV / p.H);
         // Of value heads: all that were seen, and those not flagged; of key heads. Rings of two and of one stage go by them.
         int seen = 0, done = 0;
-        uint32_t phase_of_key = 0;
+        uint32_t phase_of_key = 0;  // and the place of what is of the key head
         const auto place = [](int count) { return RingState<2>{count % 2, static_cast<uint32_t>(count / 2 % 2)}; };
 #pragma unroll 1
         for (int all = heads(); seen < all;) {
             float similar[32], dq[32], dk[32];
 #pragma unroll
-            for (int j = 0; j < 32; j++) dq[j] = dk[j] = 0.0f;
+            for (int j = 0; j < 32; j++) similar[j] = dq[j] = dk[j] = 0.0f;
             RingState<2> at = place(seen);
             tokens_ring.wait_full(at);
-            if (threadIdx.x == 0) smem.chunk = smem.head[at.stage].chunk;
+            typename GradientsSmem<C>::Key &key = smem.key[phase_of_key];
+            if (threadIdx.x == 0) key.chunk = smem.head[at.stage].chunk;
             if (threadIdx.x < kC) {
-                smem.norm[0][threadIdx.x] = smem.f[at.stage].norm_q[threadIdx.x];
-                smem.norm[1][threadIdx.x] = smem.f[at.stage].norm_k[threadIdx.x];
+                key.norm[0][threadIdx.x] = smem.f[at.stage].norm_q[threadIdx.x];
+                key.norm[1][threadIdx.x] = smem.f[at.stage].norm_k[threadIdx.x];
             }
-            ptx::mbarrier_wait_parity(key_ring.full(0), phase_of_key);
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
-                                                    Rows::k_major_low(s_k, 0, 0), false);
-            ptx::wgmma_wait_group<0>();
-            ptx::register_fence(similar);
+            bool first = true;
 #pragma unroll 1
             for (const int end = seen + group_size; seen < end; seen++) {
                 at = place(seen);
@@ -281,23 +302,24 @@ struct Gradients : GradientsParts<C> {
                     add_exact(smem.head[at.stage].chunk, dk, call.exact.w.dk, smem.f[at.stage].norm_k);
                     warp_arrive(tokens_ring.empty(at.stage), lane);
                 } else {
-                    value_head(at, RingState<1>{0, static_cast<uint32_t>(done % 2)}, place(done), similar, dq, dk);
-                    done++;
+                    value_head(at, RingState<1>{0, static_cast<uint32_t>(done % 2)}, place(done), first, phase_of_key, similar,
+                               dq, dk);
+                    done++, first = false;
                 }
             }
-            multipliers();  // norm and chunk are known; q and k have been read
-            const Chunk c = smem.chunk;
+            if (first) ptx::mbarrier_wait_parity(key_ring.full(0), phase_of_key);  // all were flagged
+            multipliers();                                                         // norm and chunk are known
+            const Chunk c = key.chunk;
             if (p.qk_l2norm) {
-                dots(dq, s_q, smem.norm[0], smem.along[group][0]);
-                dots(dk, s_k, smem.norm[1], smem.along[group][1]);
+                dots(dq, s_q, key.norm[0], key.along[group][0]);
+                dots(dk, s_k, key.norm[1], key.along[group][1]);
                 multipliers();
+                through_norm(dq, s_q, key.norm[0], key.along, 0);
+                through_norm(dk, s_k, key.norm[1], key.along, 1);
             }
-            give(c, p.dq, dq, s_q, smem.norm[0], 0);
-            give(c, p.dk, dk, s_k, smem.norm[1], 1);
-            ptx::fence_proxy_async_shared_cta();
-            warp_arrive(key_ring.empty(0), lane);
+            warp_arrive(key_ring.empty(0), lane);  // q and k have been read
+            give(c, p.dq, dq), give(c, p.dk, dk);
             phase_of_key ^= 1;
-            multipliers();  // norm, chunk and along are read
         }
     }
 };
@@ -312,6 +334,7 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     for (int i = threadIdx.x; i < 2 * C::Square::kBytes / 4; i += G::kThreads) ptx::st_shared_u32(own.s_pairs + 4 * i, 0);
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
+    delta_bwd::after_those_before();
     if (own.group > C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
@@ -333,6 +356,7 @@ void launch_gradients(const Call &call) {
         launch_config.block.x = Gradients<C>::kThreads;
         launch_config.smem_bytes = sizeof(GradientsSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
+        launch_config.programmatic = true;
         launch("gdn_bwd_gradients_kernel", gdn_bwd_gradients_kernel<C>, launch_config, call);
     });
 }

@@ -10,7 +10,7 @@ constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders one warp works
 
 template <class C>
 struct alignas(1024) GradientsSmem {
-    char q[C::Rows::kBytes], k[C::Rows::kBytes];  // last dq, dk on their way out
+    char q[C::Rows::kBytes], k[C::Rows::kBytes];
     struct Tokens {
         char d_o[C::Rows::kBytes], e[C::Rows::kBytes], dr[C::Rows::kBytes];
     } tokens[2];  // of this value head, of the next
@@ -21,13 +21,16 @@ struct alignas(1024) GradientsSmem {
         Chunk chunk;  // with head
         bool flagged;
     } head[2];    // as tokens
-    Chunk chunk;  // of the key head, for the multipliers
+    struct Key {  // of the key head, for the multipliers
+        Chunk chunk;
+        float along[2][2][kC];  // y . dq', y . dk', by warpgroup
+        float norm[2][kC];      // 1 / |q|, 1 / |k|
+    } key[2];                   // of this key head and of the one before, which slower warps may still read
     struct Sums {
-        float pairs[2][4][kC];                       // of H, by its two parts and rows of a warp
-        float c[2][kC], after[2][kC];                // c_i, f_j, by warpgroup
-    } sums[2];                                       // from the multipliers to the helpers
-    float along[2][2][kC];                           // y . dq', y . dk', by warpgroup
-    float dbeta[2][kC], product[2][4], norm[2][kC];  // by place; by place; 1 / |q|, 1 / |k|
+        float pairs[2][4][kC];          // of H, by its two parts and rows of a warp
+        float c[2][kC], after[2][kC];   // c_i, f_j, by warpgroup
+    } sums[2];                          // from the multipliers to the helpers
+    float dbeta[2][kC], product[2][4];  // by place
     alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes],
         state_ring[Ring<1>::kBytes], grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
 };
@@ -200,25 +203,9 @@ struct GradientsParts {
         return __shfl_sync(~0u, sum_before(__shfl_sync(~0u, x, 31 - lane)), 31 - lane);
     }
 
-    // What the gates and betas of a lane's two tokens are.
-    struct GateInputs {
-        float gate[2], form[2];
-    };
-    __device__ __forceinline__ GateInputs gate_inputs(const Chunk &c) const {
-        const BwdParams &p = call.p();
-        GateInputs in = {};
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int t = 2 * lane + i;
-            if (t >= c.length) continue;
-            if (p.gate != Gate::None)
-                in.gate[i] = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, c.token + t, c.head), c.head, 0);
-            in.form[i] = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, c.token + t, c.head));
-        }
-        return in;
-    }
     // dg, dbeta and the chunk's sums, by one warp, two tokens a lane. decay: of the chunk.
-    __device__ __forceinline__ void gates(const Chunk &c, const GateInputs &in, float decay, const RingState<2> &at) const {
+    __device__ __forceinline__ void gates(const Chunk &c, const delta_bwd::GateBits<2> &in, float decay,
+                                          const RingState<2> &at) const {
         const BwdParams &p = call.p();
         const auto two = [&](const float *from) { return *reinterpret_cast<const float2 *>(from + 2 * lane); };
         sums_ring.wait_full(at);
@@ -247,10 +234,11 @@ struct GradientsParts {
         for (int i = 0; i < 2; i++) {
             const int t = 2 * lane + i;
             if (t >= c.length) continue;
-            const float x = p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate[i], dg[i], amplitude, dA, dbias) : dg[i];
+            const float x =
+                p.gate != Gate::None ? delta_bwd::through_gate(p, in.gate_input(p, i), dg[i], amplitude, dA, dbias) : dg[i];
             delta_bwd::store_float(p.dg, delta_bwd::element(p.dg, c.b, c.token + t, c.head), x);
             delta_bwd::store_float(p.dbeta, delta_bwd::element(p.dbeta, c.b, c.token + t, c.head),
-                                   delta_bwd::through_beta(p, in.form[i], of_beta[i]));
+                                   delta_bwd::through_beta(p, float_of(p.beta, in.beta[i]), of_beta[i]));
         }
         if (p.gate == Gate::None) return;
         dA = sum_over<32>(dA), dbias = sum_over<32>(dbias);
@@ -304,6 +292,7 @@ struct GradientsParts {
     }
 
     __device__ __forceinline__ void help() const {
+        const BwdParams &p = call.p();
         RingState<1> states;
         RingState<2> at, sums;
         for (int left = heads(); left > 0; left--, at.advance()) {
@@ -313,8 +302,7 @@ struct GradientsParts {
                 warp_arrive(tokens_ring.empty(at.stage), lane);
                 continue;
             }
-            GateInputs in = {};
-            if (warp == 1) in = gate_inputs(c);
+            const delta_bwd::GateBits<2> in(p, c, 2 * lane, warp == 1);
             const float decay = smem.f[at.stage].decay;
             diagonals(at.stage, sums.stage);
             values(c, at.stage);

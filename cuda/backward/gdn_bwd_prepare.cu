@@ -1,5 +1,5 @@
 // First kernel of the chunked GDN backward: what a chunk gives to both scans, from q, k, g and beta alone. One CTA of 4 warps per chunk
-// and value head, five to an SM, since each is a chain of short steps. With i, j tokens of the chunk and F_ij = 2^(G_i - G_j), which
+// and value head, six to an SM, since each is a chain of short steps. With i, j tokens of the chunk and F_ij = 2^(G_i - G_j), which
 // comes in at the end (a similarity):
 //
 //   L_ij = k_i . k_j (i > j);  X = L (1 + beta L)^-1, so that (1 + beta L)^-1 = 1 - beta X and (1 + L beta)^-1 = 1 - X beta
@@ -10,13 +10,13 @@
 //
 // Sequences and heads are flagged where X is large or several keys are nearly one with beta near 1: there single roundings in the
 // scans lose digits; and sequences of at most kFewTokens, of which nothing but the factors is made.
-// Shared memory at any D: q and k (32 KB at D = 128), where later L 13, X 9, Y 4 and what goes out 16 KB lie; decays, beta, norms 1.
+// Shared memory at any D: q and k (32 KB at D = 128), where later L 13, in its place X, Y 4 and what goes out 16 KB lie; decays, beta, norms 1.
 #include "common/launch.h"
 #include "gdn_bwd.cuh"
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kPrepareThreads = 128, kPrepareCtas = 5;
+constexpr int kPrepareThreads = 128, kPrepareCtas = 6;
 constexpr int kHalf = kC / 2, kPitch = kHalf + 4;
 constexpr float kLargestX = 3.0f;     // for keys of length 1 and beta up to 2, |X_ij| <= 1
 constexpr float kNearlyOne = 0.85f;   // match_ij = F_ij beta_j |L_ij|
@@ -31,7 +31,7 @@ struct PrepareSmem {  // begins at a multiple of 1024, as tiles do; alignas woul
     };
     struct Made {
         char solve[C::Square::kBytes], pairs[C::Square::kBytes];
-        Block l[3], x[2], y;  // L_11, L_21, L_22; X_11, X_22
+        Block l[3], y;  // L_11, L_21, L_22, the first and the last becoming X
     };
     union {
         alignas(16) Given given;
@@ -52,6 +52,7 @@ struct Prepare {
     const Call &call;
     PrepareSmem<C> &smem;
     const Chunk &c;
+    const unsigned own = blockIdx.x;  // of_value() of the chunk and head
     const int thread = threadIdx.x, warp = thread / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, q = lane % 4, row = 16 * warp + g;  // and row + 8: the thread's rows of fragments
     const uint32_t s_k = ptx::shared_address(smem.given.k), s_q = ptx::shared_address(smem.given.q),
@@ -95,17 +96,12 @@ struct Prepare {
         const BwdParams &p = call.p();
         const float amplitude = delta_bwd::amplitude_of(p, c.head);
         float log2[2], beta[2];
-        // All loads before what needs them; those past the end repeat the last token's.
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int64_t t = c.token + min(2 * lane + i, c.length - 1);
-            log2[i] = delta_bwd::gate_input(p, delta_bwd::element(p.g, c.b, t, c.head), c.head, 0);
-            beta[i] = delta_bwd::load_float(p.beta, delta_bwd::element(p.beta, c.b, t, c.head));
-        }
+        const delta_bwd::GateBits<2> bits(p, c, 2 * lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const bool inside = 2 * lane + i < c.length;
-            log2[i] = kLog2E * log_decay(p, log2[i], amplitude);
+            beta[i] = float_of(p.beta, bits.beta[i]);
+            log2[i] = kLog2E * log_decay(p, bits.gate_input(p, i), amplitude);
             if (log2[i] < kLeastLog2Decay) log2[i] = kLeastLog2Decay;  // NaN stays
             log2[i] = inside ? log2[i] : 0.0f, beta[i] = inside ? delta_bwd::beta_of(p, beta[i]) : 0.0f;
         }
@@ -139,7 +135,7 @@ struct Prepare {
     // By ordinary stores: initcheck of compute-sanitizer does not see a bulk copy, and these are read by ordinary loads too.
     __device__ __forceinline__ void factors() const {
         if (thread >= kC) return;
-        Factors &f = call.factors[call.of_value(c.index, c.head)];
+        Factors &f = call.factors[own];
         const int t = thread;
         const float scale = static_cast<float>(call.p().scale), sum = smem.log2[t], last = smem.log2[kC - 1];
         const float norm_q = smem.norm_q[t], norm_k = smem.norm_k[t], beta = smem.beta[t];
@@ -155,42 +151,50 @@ struct Prepare {
         return ptx::ex2_approx_ftz(fminf(own - other, 0.0f));
     }
 
-    // L to shared memory, and pairs, from the products of keys and of queries and keys. Returns whether the head is a hard one.
-    __device__ __forceinline__ bool similarities(const float (&kk)[32], const float (&qk)[32]) const {
+    // f(element of a fragment, its row and column, is it near the diagonal?) at and below the diagonal, two columns at a time.
+    template <class F>
+    __device__ __forceinline__ void each_pair(F f) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                if (n <= 2 * warp + 1) f(4 * n + 2 * half, row + 8 * half, 8 * n + 2 * q, n >= 2 * warp);
+    }
+    // Pairs, packed, from the products of queries and keys. Returns whether one is out of fp16's range.
+    __device__ __forceinline__ bool make_pairs(const float (&qk)[32], uint32_t (&packed)[16]) const {
         const float scale = static_cast<float>(call.p().scale);
+        bool large = false;
+        each_pair([&](int at, int i, int j, bool diagonal) {
+            const float2 norm = pair(&smem.norm_k[j]), other = pair(&smem.log2[j]);
+            const float log2 = smem.log2[i], query = scale * smem.norm_q[i];
+            float2 p = make_float2(query * norm.x * fading(log2, other.x) * qk[at],
+                                   query * norm.y * fading(log2, other.y) * qk[at + 1]);
+            if (diagonal) p.x = j <= i ? p.x : 0.0f, p.y = j < i ? p.y : 0.0f;
+            if (!ptx::kIsBf16<T>) large = large || fabsf(p.x) > 6e4f || fabsf(p.y) > 6e4f;
+            packed[at / 2] = ptx::cvt_rn_x2<T>(p.x, p.y);
+        });
+        return large;
+    }
+    // L, from the products of keys, and pairs to shared memory. Returns whether the head is a hard one.
+    __device__ __forceinline__ bool similarities(const float (&kk)[32], const uint32_t (&packed)[16]) const {
         Block &beside = warp < 2 ? smem.made.l[0] : smem.made.l[1], &below = smem.made.l[2];
         float match = 0.0f;
-        bool large = false;
         // 0 right of the diagonal's 16 x 16 block, half a row of a block a lane.
         for (int block = warp + 1; block < 4; block++) {
             const uint32_t at = Square::offset(16 * warp + lane / 2, 16 * block + lane % 2 * 8);
             ptx::st_shared_v4_u32(s_pairs + at, make_uint4(0, 0, 0, 0)),
                 ptx::st_shared_v4_u32(s_solve + at, make_uint4(0, 0, 0, 0));
         }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = row + 8 * half;
-            const float log2 = smem.log2[i], own = smem.norm_k[i], query = scale * smem.norm_q[i];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                if (n > 2 * warp + 1) continue;
-                const int j = 8 * n + 2 * q;
-                const float2 norm = pair(&smem.norm_k[j]), beta = pair(&smem.beta[j]), other = pair(&smem.log2[j]);
-                float2 l = make_float2(own * norm.x * kk[4 * n + 2 * half], own * norm.y * kk[4 * n + 2 * half + 1]);
-                float2 p = make_float2(query * norm.x * fading(log2, other.x) * qk[4 * n + 2 * half],
-                                       query * norm.y * fading(log2, other.y) * qk[4 * n + 2 * half + 1]);
-                if (n >= 2 * warp) {  // at the diagonal
-                    l.x = j < i ? l.x : 0.0f, l.y = j + 1 < i ? l.y : 0.0f;
-                    p.x = j <= i ? p.x : 0.0f, p.y = j < i ? p.y : 0.0f;
-                }
-                *reinterpret_cast<float2 *>(n < 4 ? &beside[i % kHalf][j] : &below[i % kHalf][j - kHalf]) = l;
-                match = fmaxf(match, fmaxf(fabsf(l.x * beta.x), fabsf(l.y * beta.y)));
-                if (!ptx::kIsBf16<T>) large = large || fabsf(p.x) > 6e4f || fabsf(p.y) > 6e4f;
-                ptx::st_shared_u32(s_pairs + Square::offset(i, j), ptx::cvt_rn_x2<T>(p.x, p.y));
-            }
-        }
-        if (__any_sync(~0u, match > kNearlyOne)) large = repeats(kk) || large;
-        return large;
+        each_pair([&](int at, int i, int j, bool diagonal) {
+            const float2 norm = pair(&smem.norm_k[j]), beta = pair(&smem.beta[j]);
+            const float own = smem.norm_k[i];
+            float2 l = make_float2(own * norm.x * kk[at], own * norm.y * kk[at + 1]);
+            if (diagonal) l.x = j < i ? l.x : 0.0f, l.y = j + 1 < i ? l.y : 0.0f;
+            *reinterpret_cast<float2 *>(j < kHalf ? &beside[i % kHalf][j] : &below[i % kHalf][j - kHalf]) = l;
+            match = fmaxf(match, fmaxf(fabsf(l.x * beta.x), fabsf(l.y * beta.y)));
+            ptx::st_shared_u32(s_pairs + Square::offset(i, j), packed[at / 2]);
+        });
+        return __any_sync(~0u, match > kNearlyOne) && repeats(kk);
     }
 
     // Is a row's key nearly that of several earlier tokens?
@@ -244,11 +248,10 @@ struct Prepare {
                 make_float2(x[2 * half], x[2 * half + 1]);
     }
 
-    // The warp's 16 x 16 diagonal block of X, a lane a column.
+    // The warp's 16 x 16 diagonal block of X, a lane a column, in place of that of L.
     __device__ __forceinline__ float diagonal() const {
         const int j = lane % 16, first = 16 * (warp % 2);
-        const Block &l = smem.made.l[warp / 2 * 2];
-        Block &x = smem.made.x[warp / 2];
+        Block &l = smem.made.l[warp / 2 * 2];
         const auto row4 = [](const float *from) { return *reinterpret_cast<const float4 *>(from); };
         float column[16];
         float scaled[16];  // -beta column
@@ -266,15 +269,16 @@ struct Prepare {
             column[i] = sum[0] + sum[1];
             scaled[i] = -smem.beta[16 * warp + i] * column[i];
         }
+        __syncwarp();
         if (lane < 16)
 #pragma unroll
-            for (int i = 0; i < 16; i++) x[first + i][first + j] = column[i];
+            for (int i = 0; i < 16; i++) l[first + i][first + j] = column[i];
         __syncwarp();
         float largest = 0.0f;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             float own[4];
-            get(own, x, first, first + 8 * n);
+            get(own, l, first, first + 8 * n);
             largest = fmaxf(largest, put_solve(own, 16 * warp, 16 * warp + 8 * n));
         }
         return largest;
@@ -305,26 +309,25 @@ struct Prepare {
         }
     }
 
-    // X_21 of the two pairs of 16 x 16 blocks: 8 columns a warp.
+    // X_21 of the two pairs of 16 x 16 blocks, in place of L_21: 8 columns a warp.
     __device__ __forceinline__ float merge16() const {
         const int block = warp / 2, column = warp % 2 * 8;
-        const Block &l = smem.made.l[2 * block];
-        Block &x = smem.made.x[block], &y = smem.made.y;  // rows of y: block
+        Block &l = smem.made.l[2 * block], &y = smem.made.y;  // rows of y: block
         float sum[1][4];
         get(sum[0], l, 16, column);
-        subtract(sum, l, 16, 0, 32 * block, x, column);
+        subtract(sum, l, 16, 0, 32 * block, l, column);
         // Rows 16 .. of y as a factor: those of the block's own place.
         put(sum[0], y, 16, 16 * block + column);
-        __syncwarp();
-        subtract(sum, x, 16, 16, 32 * block + 16, y, 16 * block + column);
-        put(sum[0], x, 16, column);
+        block == 0 ? ptx::bar_sync(1, 64) : ptx::bar_sync(2, 64);  // L_21 is read
+        subtract(sum, l, 16, 16, 32 * block + 16, y, 16 * block + column);
+        put(sum[0], l, 16, column);
         return put_solve(sum[0], 32 * block + 16, 32 * block + column);
     }
 
     // X_21 of the 32 x 32 blocks, a 16 x 16 block a warp.
     __device__ __forceinline__ float merge32() const {
         const int down = 16 * (warp % 2), across = 16 * (warp / 2);
-        const Block &l = smem.made.l[1], &x11 = smem.made.x[0], &x22 = smem.made.x[1];
+        const Block &l = smem.made.l[1], &x11 = smem.made.l[0], &x22 = smem.made.l[2];
         Block &y = smem.made.y;
         float sum[2][4];
 #pragma unroll
@@ -341,20 +344,25 @@ struct Prepare {
         load();
         bool hard;
         {
-            float kk[32], qk[32];
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(kk, Rows::k_major_low(s_k, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(qk, Rows::k_major_low(s_q, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
+            float x[32];  // q k^T, then k k^T: both at once would leave registers for five CTAs
+            uint32_t packed[16];
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(s_q, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
             norms(s_q, smem.norm_q), norms(s_k, smem.norm_k);
             ptx::wgmma_wait_group<0>();
-            ptx::register_fence(kk), ptx::register_fence(qk);
-            __syncthreads();  // q and k are read, norms known
+            ptx::register_fence(x);
+            __syncthreads();  // norms are known
             factors();
+            hard = make_pairs(x, packed);
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(s_k, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(x);
             if (is_few(call, c)) {  // the kernels in float do it
                 if (thread != 0) return;
                 call.flag(c.n, c.head);
-                return ptx::cp_async_bulk_wait_group<0>();
+                return ptx::cp_async_bulk_wait_group_read<0>();
             }
-            hard = similarities(kk, qk);
+            __syncthreads();  // q and k are read
+            hard = similarities(x, packed) || hard;
         }
         __syncwarp();
         float largest = diagonal();
@@ -366,11 +374,10 @@ struct Prepare {
         ptx::fence_proxy_async_shared_cta();
         __syncthreads();
         if (thread != 0) return;
-        const int64_t at = call.of_value(c.index, c.head);
-        ptx::cp_async_bulk_store(tile_of<Square>(call.pairs, at), s_pairs, Square::kBytes);
-        ptx::cp_async_bulk_store(tile_of<Square>(call.solve, at), s_solve, Square::kBytes);
+        ptx::cp_async_bulk_store(tile_of<Square>(call.pairs, own), s_pairs, Square::kBytes);
+        ptx::cp_async_bulk_store(tile_of<Square>(call.solve, own), s_solve, Square::kBytes);
         ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group<0>();
+        ptx::cp_async_bulk_wait_group_read<0>();
     }
 };
 
@@ -378,6 +385,7 @@ template <class C>
 __global__ void __launch_bounds__(kPrepareThreads, kPrepareCtas) gdn_bwd_prepare_kernel(const __grid_constant__ Call call) {
     extern __shared__ __align__(1024) char smem_bytes[];
     const int64_t HV = call.p().HV, index = blockIdx.x / HV;
+    delta_bwd::after_those_before();
     if (index >= call.chunks()) return;
     const Chunk c = delta_bwd::find_chunk(call.p(), call.exact.w.chunk_start, index, blockIdx.x % HV);
     const Prepare<C> prepare{call, *reinterpret_cast<PrepareSmem<C> *>(smem_bytes), c};
@@ -392,6 +400,7 @@ void launch_prepare(const Call &call) {
         launch_config.block.x = kPrepareThreads;
         launch_config.smem_bytes = sizeof(PrepareSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
+        launch_config.programmatic = true;
         launch("gdn_bwd_prepare_kernel", gdn_bwd_prepare_kernel<C>, launch_config, call);
     });
 }

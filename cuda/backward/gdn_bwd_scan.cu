@@ -76,6 +76,7 @@ struct Scan {
             Chunk c;
             c.b = job.item.batch, c.token = job.item.bos + int64_t{chunk_at(step)} * kC, c.key_head = key_head;
             c.length = min(kC, job.item.length - chunk_at(step) * kC);
+            if (step >= kStages) pass_back(at.stage, lane);
             ring.wait_empty(at);
             if (lane == 0) {
                 const int64_t own = value(step), key = call.of_key(job.first_chunk + chunk_at(step), key_head);
@@ -134,34 +135,27 @@ struct Scan {
             a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j + 2], f[j].y * x[4 * j + 3]);
         }
     }
-    // v or do as fragments V x tokens.
-    static __device__ __forceinline__ void load_transposed(uint32_t (&a)[4][4], uint32_t tile) {
-        const int lane = opaque_lane(), warp = threadIdx.x / 32;
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-            ptx::ldmatrix_x4_trans(a[s], tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8));
+    // 16 tokens of v or do as fragments V x tokens.
+    static __device__ __forceinline__ void load_transposed(uint32_t (&a)[4], uint32_t tile, int s) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        ptx::ldmatrix_x4_trans(a, tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8));
     }
-    // e or dr to its place on the way out, tokens in rows.
-    __device__ __forceinline__ void stage_rows(const float (&x)[32], int place) const {
-        const int lane = opaque_lane(), warp = threadIdx.x / 32;
+    // 16 tokens of e or dr to its place on the way out, tokens in rows; 16 columns of the state.
+    __device__ __forceinline__ void stage_rows(const float (&x)[32], int place, int s) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const uint32_t tile = ptx::shared_address(smem.x[place]);
+        uint32_t a[4];
 #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            uint32_t a[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = ptx::cvt_rn_x2<T>(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
-            ptx::stmatrix_x4_trans(tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8), a);
-        }
+        for (int i = 0; i < 4; i++) a[i] = ptx::cvt_rn_x2<T>(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+        ptx::stmatrix_x4_trans(tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8), a);
     }
-    __device__ __forceinline__ void stage_state(const uint32_t (&a)[kSteps][4], int place) const {
-        const int lane = opaque_lane(), warp = threadIdx.x / 32;
-        const uint32_t tile = ptx::shared_address(smem.state[place]);
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) ptx::stmatrix_x4(tile + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a[s]);
+    __device__ __forceinline__ void stage_state(const uint32_t (&a)[4], int place, int s) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        ptx::stmatrix_x4(ptx::shared_address(smem.state[place]) + C::HalfState::block16_offset(16 * warp, 16 * s, lane), a);
     }
     // A place of what is on its way out: full, then free again. Named barriers between the computing warps and the one that stores:
     // they are no loops, so products may be under way.
-    static constexpr uint32_t kFull = 1, kFree = 3, kWithStorer = 128 + 32;
+    static constexpr uint32_t kFull = 1, kFree = 3, kRead = 5, kWithStorer = 128 + 32;
     // What a chunk gave out, when all have staged theirs. By one warp.
     __device__ __forceinline__ void store() const {
         const int half = job.item.v_cta / 64;
@@ -184,7 +178,7 @@ struct Scan {
             __syncwarp();
             if (step + 2 < job.chunks) ptx::bar_arrive(kFree + place, kWithStorer);
         }
-        if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group<0>();
+        if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     }
     static __device__ __forceinline__ void when_free(int place) { ptx::bar_sync(kFree + place, kWithStorer); }
     // By the computing warps: their share is staged.
@@ -193,10 +187,26 @@ struct Scan {
         ptx::bar_arrive(kFull + place, kWithStorer);
     }
 
-    // To the loaders of all CTAs whose copies land in this stage.
-    __device__ __forceinline__ void give_back(int stage) const {
-        __syncwarp();
-        if (kWarpArrivals == 1 && threadIdx.x % 32 != 0) return;
+    // d (+)= a B as issue() does it, f(step) behind each step: while products queue up, the warp has nothing else to do.
+    template <ptx::Major kMajor, class Tile, int kCount, int kOf, class F>
+    static __device__ __forceinline__ void issue_with(float (&d)[kCount], const uint32_t (&a)[kOf][4], uint32_t low,
+                                                      bool accumulate, F f) {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kOf; s++) {
+            const uint32_t step = (kMajor == ptx::Major::K ? Tile::offset(0, 16 * s) : Tile::offset(16 * s, 0)) >> 4;
+            const uint32_t high = kMajor == ptx::Major::K ? Tile::k_major_high() : Tile::mn_major_high();
+            ptx::wgmma_rs<T, kMajor>(d, a[s], ptx::wgmma_descriptor(low + step, high), s > 0 || accumulate);
+            if (s == kOf - 1) ptx::wgmma_commit_group();
+            f(s);
+        }
+    }
+    // By the computing warps: a stage has been read. To the loaders of all CTAs whose copies land in it, by way of this CTA's: an arrival
+    // at another CTA's barrier takes long.
+    static __device__ __forceinline__ void give_back(int stage) { ptx::bar_arrive(kRead + stage, kWithStorer); }
+    __device__ __forceinline__ void pass_back(int stage, int lane) const {
+        ptx::bar_sync(kRead + stage, kWithStorer);
+        if (lane != 0) return;
         const uint32_t barrier = ring.empty(stage);
         if (ptx::cluster_nctarank() == 1) return ptx::mbarrier_arrive(barrier);
         for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
@@ -209,12 +219,13 @@ struct Scan {
         uint32_t state[kSteps][4], a[4][4];
         pack<T>(state, S);
         register_fence(state);
-        issue<T, ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
-        load_transposed(a, ptx::shared_address(stage.x));
         float2 fade[8], beta[8];
-        factors(fade, stage.f.fade), factors(beta, stage.f.beta);
         when_free(place);
-        stage_state(state, place);
+        issue_with<ptx::Major::K, Rows>(e, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false, [&](int s) {
+            if (s < 4) load_transposed(a[s], ptx::shared_address(stage.x), s);
+            stage_state(state[s], place, s);
+        });
+        factors(fade, stage.f.fade), factors(beta, stage.f.beta);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(e), register_fence(state);
 #pragma unroll
@@ -240,8 +251,8 @@ struct Scan {
         ptx::register_fence(e), register_fence(a);
         pack_scaled(a, e, beta);
         register_fence(a), ptx::register_fence(S);
-        issue<T, ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
-        stage_rows(e, place);
+        issue_with<ptx::Major::MN, Rows>(S, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true,
+                                         [&](int s) { stage_rows(e, place, s); });
         staged(place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(S), register_fence(a);
@@ -252,14 +263,15 @@ struct Scan {
     __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int place) const {
         float dr[32], y[32];
         uint32_t state[kSteps][4], a[4][4], b[4][4], d_o[4][4];
-        load_transposed(d_o, ptx::shared_address(stage.x));
+#pragma unroll
+        for (int s = 0; s < 4; s++) load_transposed(d_o[s], ptx::shared_address(stage.x), s);
         register_fence(d_o);
         issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
         pack<T>(state, grad);
         register_fence(state);
-        issue<T, ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false);
         when_free(place);
-        stage_state(state, place);
+        issue_with<ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false,
+                                        [&](int s) { stage_state(state[s], place, s); });
         const float decay = stage.f.decay;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) grad[i] *= decay;
@@ -296,8 +308,8 @@ struct Scan {
         ptx::register_fence(dr), register_fence(a);
         pack_scaled(a, dr, beta);
         register_fence(a);
-        issue<T, ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true);
-        stage_rows(dr, place);
+        issue_with<ptx::Major::MN, Rows>(grad, a, Rows::mn_major_low(ptx::shared_address(stage.k), 0, 0), true,
+                                         [&](int s) { stage_rows(dr, place, s); });
         staged(place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(grad), register_fence(a), register_fence(b);
@@ -321,7 +333,7 @@ struct Scan {
             const ScanStage<C> &stage = smem.stage[at.stage];
             const bool overflow = kReverse ? reverse(S, stage, step % 2) : forward(S, stage, step % 2);
             bad = bad || overflow;
-            give_back(at.stage);
+            if (step + kStages < job.chunks) give_back(at.stage);
         }
         if (bad) call.flag(job.item.n, job.item.head);
         if (kReverse && p.d_initial_state) store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
@@ -333,6 +345,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
     const BwdParams &p = call.p();
+    delta_bwd::after_those_before();
     // Reverse scans, which take longer, come first.
     const int64_t states = p.N * p.HV * C::kHalves, index = blockIdx.x % states;
     const int half = static_cast<int>(index % C::kHalves), head = static_cast<int>(index / C::kHalves % p.HV);
@@ -344,7 +357,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     job.chunks = (job.item.length + kC - 1) / kC;
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
-    if (threadIdx.x == 0) scan.ring.init(1 + 32, 4 * kWarpArrivals * ptx::cluster_nctarank());
+    if (threadIdx.x == 0) scan.ring.init(1 + 32, ptx::cluster_nctarank());
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     if (threadIdx.x >= 160) {
@@ -367,6 +380,7 @@ void launch_scan(const Call &call) {
         launch_config.cluster.x = C::kHalves;
         launch_config.smem_bytes = sizeof(ScanSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
+        launch_config.programmatic = true;
         launch("gdn_bwd_scan_kernel", gdn_bwd_scan_kernel<C>, launch_config, call);
     });
 }

@@ -1,6 +1,7 @@
 // What all passes of the backward share: where a sequence and a chunk lie, and single values of the caller's arrays.
 #pragma once
 #include "delta_bwd.h"
+#include "ptx/cta.cuh"
 #include "recurrent/tokens.cuh"
 
 namespace linattn::cuda::delta_bwd {
@@ -65,6 +66,29 @@ struct Chunk {
     int length;
 };
 
+// Gate inputs and betas of a chunk's tokens first .. as they lie in memory (GDN). The cases for types in load_float() are branches,
+// behind which the compiler puts no further load, so each would wait for its own; here all are under way at once. Past the end the
+// last token's come again.
+template <int kCount>
+struct GateBits {
+    uint32_t gate[kCount], bias, beta[kCount];
+
+    __device__ __forceinline__ GateBits(const DeltaParams &p, const Chunk &c, int first, bool wanted = true) {
+        bias = 0;
+        if (!wanted) return;
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            const int64_t t = c.token + (first + i < c.length ? first + i : c.length - 1);
+            gate[i] = load_bits(p.g, element(p.g, c.b, t, c.head));
+            beta[i] = load_bits(p.beta, element(p.beta, c.b, t, c.head));
+        }
+        if (p.dt_bias) bias = load_bits(p.dt_bias, c.head * p.dt_bias.stride[0]);
+    }
+    __device__ __forceinline__ float gate_input(const DeltaParams &p, int i) const {
+        return p.dt_bias ? float_of(p.g, gate[i]) + float_of(p.dt_bias, bias) : float_of(p.g, gate[i]);
+    }
+};
+
 // The chunk with this number: the sequence whose chunks begin at or before it, by bisection.
 __device__ __forceinline__ Chunk find_chunk(const DeltaParams &p, const int *chunk_start, int64_t index, int64_t head) {
     int low = 0, high = static_cast<int>(p.N);
@@ -82,6 +106,12 @@ __device__ __forceinline__ Chunk find_chunk(const DeltaParams &p, const int *chu
             index,
             low,
             static_cast<int>(left < kBwdChunk ? left : kBwdChunk)};
+}
+
+// First in every kernel that follows another of the call: the next may start, and what those before wrote is there.
+__device__ __forceinline__ void after_those_before() {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
 }
 
 // With flags: is the head without one, or are all of them? Then other kernels have done it.
