@@ -304,12 +304,13 @@ struct GradientsParts {
             }
             const delta_bwd::GateBits<2> in(p, c, 2 * lane, warp == 1);
             const float decay = smem.f[at.stage].decay;
-            diagonals(at.stage, sums.stage);
-            values(c, at.stage);
-            warp_arrive(tokens_ring.empty(at.stage), lane);
+            // First of all S . D, so that the next S, D, q and k can come.
             state_ring.wait_full(states), grad_ring.wait_full(states);
             state_product(sums.stage);
             warp_arrive(state_ring.empty(0), lane), warp_arrive(grad_ring.empty(0), lane);
+            diagonals(at.stage, sums.stage);
+            values(c, at.stage);
+            warp_arrive(tokens_ring.empty(at.stage), lane);
             helpers();
             if (warp == 1) gates(c, in, decay, sums);
             states.advance(), sums.advance();
