@@ -222,6 +222,12 @@ def test_cut_dense(gpu):
     check_chunked(case, forward(gpu, case))
 
 
+def test_halves_of_a_long_sequence(gpu):
+    """A long one among short ones: its columns of V go to two CTAs, though not all halves fit on the card at once."""
+    case = variant(FEW, lengths=(500, *(40,) * 19), H=4, HV=4)
+    check_chunked(case, forward(gpu, case))
+
+
 def test_cut_without_decay(gpu):
     """What an early segment leaves behind is found by the last one."""
     case = variant(FEW, lengths=(6000,), H=2, HV=2)

@@ -1,5 +1,5 @@
 // What a kda_fwd call becomes: for each slab of chunks, the preparation and the scan, or, where sequences are cut into
-// segments, the preparation, the segments' transitions, their join, and the scan.
+// segments, the preparation, the first segments' scan beside the transitions, their join, and the other segments' scan.
 #include "kda.h"
 
 #include "common/device_guard.h"
@@ -37,7 +37,7 @@ void launch_join(const KernelParams &params) {
     LaunchConfig config;
     config.grid.x = params.p.N * params.p.HV * (D / kJoinColumns);
     config.block.x = 2 * D;
-    config.smem_bytes = sizeof(SegmentJoinSmem<D>);
+    config.smem_bytes = sizeof(JoinSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;
     launch("kda_fwd_join_kernel", kda_fwd_join_kernel<D>, config, params);
@@ -45,17 +45,25 @@ void launch_join(const KernelParams &params) {
 template void launch_join<128>(const KernelParams &);
 template void launch_join<64>(const KernelParams &);
 
-// Segments that all sequences may have together, 0 where sequences are not cut: asked not to, too few multiprocessors, or too
-// short for it to pay. Where the lengths of several sequences are not known here, the device has the last word.
+// CTAs that segments may have for a head, 0 where sequences are not cut: asked not to, too few multiprocessors, or too short
+// for it to pay. Where the lengths of several sequences are not known here, the device has the last word.
 static int cut(const DeltaParams &p, const Slabs &slabs, int multiprocessors) {
     const int64_t most = multiprocessors / p.HV;
     if (p.splits == 1 || p.N > kMaxCutSequences || 4 * p.N > most) return 0;
-    const int64_t each = p.cu_seqlens ? most - (p.N - 1) : most / p.N, segments = (each + 3) / 2 < each ? (each + 3) / 2 : each;
+    const int64_t pieces = p.V / 64, each = p.cu_seqlens ? most - pieces * (p.N - 1) : most / p.N;
+    const int64_t segments = (each - pieces) / 2 + 2;  // two for each middle one's transition
     int64_t longest = (p.T + kChunk - 1) / kChunk;
     if (longest > slabs.length) longest = slabs.length;
     const int chunks = static_cast<int>(longest), least = least_segment_chunks(chunks);
-    const int length = static_cast<int>((chunks + segments - 1) / segments);
-    return cut_pays(length < least ? least : length, chunks) ? static_cast<int>(most) : 0;
+    int length = static_cast<int>(chunks / (segments + 1));
+    length = length < least ? least : length;
+    while (segments_of(chunks, length) > segments) length++;
+    return cut_pays(length, chunks) ? static_cast<int>(most) : 0;
+}
+
+// Of the later segments' states and transitions, V / 64 CTAs each.
+static int64_t segment_bytes(const DeltaParams &p, int cut) {
+    return cut / (p.V / 64) * p.HV * 4 * (p.K == 128 ? kSlotFloats<128> : kSlotFloats<64>);
 }
 
 static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
@@ -78,7 +86,7 @@ bool kda_chunked_fits(const DeltaParams &p) {
 uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     const Slabs slabs = kda::slabs(p);
-    const int64_t segments = cut(p, slabs, multiprocessors) * p.HV * 2 * p.K * p.V * 4;
+    const int64_t segments = segment_bytes(p, cut(p, slabs, multiprocessors));
     const int64_t chunks = slabs.length * p.HV * (operand_bytes(p) + static_cast<int64_t>(sizeof(int)));
     return static_cast<uint64_t>(chunks + carry_bytes(p, slabs) + segments + 2048);  // of these to align it
 }
@@ -101,7 +109,7 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     params.cut = cut(p, slabs, multiprocessors);
     workspace += carry_bytes(p, slabs);
     params.g_segments = reinterpret_cast<float *>(workspace);
-    params.g_precise = reinterpret_cast<int *>(workspace + params.cut * p.HV * 2 * p.K * p.V * 4);
+    params.g_precise = reinterpret_cast<int *>(workspace + segment_bytes(p, params.cut));
     for (int64_t first = 0; first < slabs.all; first += slabs.length) {
         params.first_chunk = static_cast<int>(first);
         const auto launch = [&](auto type) {

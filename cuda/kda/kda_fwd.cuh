@@ -5,7 +5,8 @@
 // Two kernels: kda_fwd_prepare_kernel (prepare.cuh) makes the operands of every chunk, kda_fwd_scan_kernel carries the state
 // through them. The scan's grid: persistent CTAs over items (items.cuh), a sequence, a value head and 64 or 128 columns of V
 // each. Block: the state warpgroups (state.cuh), 64 columns each, and one of which a warp loads; they meet at one ring of
-// mbarriers. Shared memory: 4 stages of 50 KB.
+// mbarriers. Shared memory: 4 stages of 50 KB. Where 64 columns and 128 are chosen by the lengths it is kda_fwd_wide_kernel; of
+// cut sequences the first segments and the transitions are kda_fwd_first_kernel.
 #pragma once
 #include <cstddef>
 
@@ -45,11 +46,13 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<D, k
         ptx::mbarrier_arrive_expect_tx(full, end + sizeof(smem.v[0]));
         copy(0, end);
     } else {
-        ptx::mbarrier_arrive_expect_tx(full, end - (kFactors - kA) - Pair<D>::kBytes / 2 + sizeof(smem.v[0]));
+        const uint32_t values = item.from_identity ? 0 : sizeof(smem.v[0]);
+        ptx::mbarrier_arrive_expect_tx(full, end - (kFactors - kA) - Pair<D>::kBytes / 2 + values);
 #pragma unroll
         for (int panel = 0; panel < Pair<D>::kPanels; panel++) copy(panel * kPanel, kPanel / 2);  // K~
         copy(kKEnd, kA - kKEnd);
         copy(kFactors, end - kFactors);
+        if (item.from_identity) return;
     }
 #pragma unroll
     for (int panel = 0; panel < kGroups; panel++)
@@ -58,18 +61,19 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<D, k
 }
 
 template <int D, int kGroups, bool kOutputs>
-__device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<D, kGroups> &smem) {
+__device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<D, kGroups> &smem,
+                                     Pass pass) {
     RingState<kStages<D>> stage;
-    ptx::griddepcontrol_wait();  // the operands
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * kGroups];  // its numbers are not kept in registers
         __syncwarp();
-        item = smem.plan.find(params, D / 64 / kGroups, kOutputs, round);
+        smem.plan.find(item, params, pass, D / 64 / kGroups, round);
         __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) continue;
         const ItemRange range(params, item);
-        int precise = kChunk;  // of the lane's chunk among 32
+        if (pass != Pass::Later) ptx::griddepcontrol_wait();  // the operands, for which the join has waited
+        int precise = kChunk;                                 // of the lane's chunk among 32
         for (int c = range.first; c < range.end; c++, stage.advance()) {
             const int number = (c - range.first) % 32, lane = threadIdx.x % 32;
             if (number == 0 && c + lane < range.end)
@@ -83,57 +87,117 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
             __syncwarp();
         }
     }
+    ptx::griddepcontrol_wait();  // a launch without work ends after what it waits for, too
 }
 
-// kOutputs: false makes the transitions of segments.
-template <class T, int D, int kGroups, bool kOutputs>
-__global__ void __launch_bounds__(kScanThreads<kGroups>, kScanCtas<D>)
-    kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
-    extern __shared__ __align__(1024) char smem_bytes[];
-    ScanSmem<D, kGroups> &smem = *reinterpret_cast<ScanSmem<D, kGroups> *>(smem_bytes);
-    if (!kOutputs) ptx::griddepcontrol_launch_dependents();
+// A CTA of kThreads whose plan is made. kOutputs: false makes the transitions of segments.
+template <class T, int D, int kGroups, bool kOutputs, int kThreads>
+__device__ __forceinline__ void scan(const KernelParams &params, const TensorMaps &maps, ScanSmem<D, kGroups> &smem,
+                                     Pass pass) {
     if (threadIdx.x == 0) smem.ring().init(1, 4 * kGroups * kWarpArrivals);
-    smem.plan.make(params, D / 64 / kGroups, kOutputs, kScanThreads<kGroups>);
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group < kGroups) {
-        if constexpr (kGroups == 2) ptx::setmaxnreg_inc<kStateRegisters>();
-        state<T, D, kGroups, kOutputs>(params, smem, group);
+        if constexpr (kThreads == kScanThreads<2>) ptx::setmaxnreg_inc<kStateRegisters>();
+        state<T, D, kGroups, kOutputs>(params, smem, pass, group);
     } else {
-        if constexpr (kGroups == 2) ptx::setmaxnreg_dec<kLoadRegisters>();
-        if (__shfl_sync(~0u, threadIdx.x / 32 % 4, 0) == 0) load<D, kGroups, kOutputs>(params, maps, smem);
+        if constexpr (kThreads == kScanThreads<2>) ptx::setmaxnreg_dec<kLoadRegisters>();
+        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == (kThreads - 1) / 128 * 4)
+            load<D, kGroups, kOutputs>(params, maps, smem, pass);
     }
+}
+
+// Of whole sequences, or of the segments after the first, 64 columns of V a CTA.
+template <class T, int D>
+__global__ void __launch_bounds__(kScanThreads<1>, kScanCtas<D>)
+    kda_fwd_scan_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    ScanSmem<D, 1> &smem = *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes);
+    const Pass pass = params.cut != 0 ? Pass::Later : Pass::Whole;
+    smem.plan.make(params, pass, D / 64, kScanThreads<1>);
+    scan<T, D, 1, true, kScanThreads<1>>(params, maps, smem, pass);
+}
+
+// Of whole sequences, 64 columns of V a CTA or all 128, whichever ends first.
+template <class T, int D>
+__global__ void __launch_bounds__(kScanThreads<2>, 1)
+    kda_fwd_wide_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    ScanSmem<D, 2> &smem = *reinterpret_cast<ScanSmem<D, 2> *>(smem_bytes);
+    smem.plan.make_whole(params, kScanThreads<2>);
+    if (smem.plan.items > static_cast<uint32_t>(params.p.N) * static_cast<uint32_t>(params.p.HV))
+        scan<T, D, 1, true, kScanThreads<2>>(params, maps, *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes), Pass::Whole);
+    else
+        scan<T, D, 2, true, kScanThreads<2>>(params, maps, smem, Pass::Whole);
+}
+
+// First segments, 64 columns of V a CTA, and transitions, all columns: as many SMs take the whole time.
+template <class T, int D>
+__global__ void __launch_bounds__(kScanThreads<D / 64>, 1)
+    kda_fwd_first_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    ScanSmem<D, 1> &smem = *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes);
+    ptx::griddepcontrol_launch_dependents();
+    smem.plan.make(params, Pass::First, D / 64, kScanThreads<D / 64>);
+    if (blockIdx.x < smem.plan.first_outputs(params.p))
+        scan<T, D, 1, true, kScanThreads<D / 64>>(params, maps, smem, Pass::First);
+    else
+        scan<T, D, D / 64, false, kScanThreads<D / 64>>(params, maps, *reinterpret_cast<ScanSmem<D, D / 64> *>(smem_bytes),
+                                                        Pass::First);
 }
 
 template <int D>
 void launch_join(const KernelParams &params);  // kda_fwd.cu
 
-template <class T, int D, int kGroups, bool kOutputs>
-void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
-    const int64_t items = (params.cut != 0 ? params.cut : params.p.N) * params.p.HV * (D / 64 / kGroups);
-    LaunchConfig config;
+template <int D>
+LaunchConfig scan_config(const KernelParams &params, int64_t items, int multiprocessors) {
     const int64_t most = int64_t{kScanCtas<D>} * multiprocessors;
+    LaunchConfig config;
     config.grid.x = items < most ? items : most;
-    config.block.x = kScanThreads<kGroups>;
-    config.smem_bytes = sizeof(ScanSmem<D, kGroups>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;  // starts while the last operands are being made
-    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, D, kGroups, kOutputs>, config, params, maps);
+    return config;
+}
+
+template <class T, int D>
+void launch_scan(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
+    const int64_t items = (params.cut != 0 ? params.cut : params.p.N * (D / 64)) * params.p.HV;
+    LaunchConfig config = scan_config<D>(params, items, multiprocessors);
+    config.block.x = kScanThreads<1>;
+    config.smem_bytes = sizeof(ScanSmem<D, 1>);
+    launch("kda_fwd_scan_kernel", kda_fwd_scan_kernel<T, D>, config, params, maps);
+}
+
+template <class T, int D>
+void launch_wide(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
+    LaunchConfig config = scan_config<D>(params, 2 * params.p.N * params.p.HV, multiprocessors);
+    config.block.x = kScanThreads<2>;
+    config.smem_bytes = sizeof(ScanSmem<D, 2>);
+    launch("kda_fwd_wide_kernel", kda_fwd_wide_kernel<T, D>, config, params, maps);
+}
+
+template <class T, int D>
+void launch_first(const KernelParams &params, const TensorMaps &maps, int multiprocessors) {
+    LaunchConfig config = scan_config<D>(params, params.cut * params.p.HV, multiprocessors);
+    config.block.x = kScanThreads<D / 64>;
+    config.smem_bytes = sizeof(ScanSmem<D, D / 64>);
+    launch("kda_fwd_first_kernel", kda_fwd_first_kernel<T, D>, config, params, maps);
 }
 
 template <class T, int D>
 void launch_slab(const KernelParams &params, const TensorMaps &maps, int64_t chunks, int multiprocessors) {
-    constexpr int kMost = D / 64;  // state warpgroups, all columns of V in a CTA
     launch_prepare<T, D>(params, maps, chunks);
     if (params.cut != 0) {
-        launch_scan<T, D, kMost, false>(params, maps, multiprocessors);
+        launch_first<T, D>(params, maps, multiprocessors);
         launch_join<D>(params);
-        launch_scan<T, D, kMost, true>(params, maps, multiprocessors);
-    } else if (2 * params.p.N * params.p.HV <= multiprocessors) {
-        launch_scan<T, D, 1, true>(params, maps, multiprocessors);
-    } else {
-        launch_scan<T, D, kMost, true>(params, maps, multiprocessors);
     }
+    if constexpr (D == 128) {
+        if (params.cut == 0 && 2 * params.p.N * params.p.HV > multiprocessors) {
+            launch_wide<T, D>(params, maps, multiprocessors);
+            return;
+        }
+    }
+    launch_scan<T, D>(params, maps, multiprocessors);
 }
 
 }  // namespace linattn::cuda::kda

@@ -5,13 +5,16 @@
 
 namespace linattn::cuda::kda {
 
+// A launch of the scan: all of the sequences; where they are cut, first segments and transitions; the other segments.
+enum class Pass { Whole, First, Later };
+
 // A piece of the scan: a sequence or a segment of one, a value head and the columns of V of a CTA.
 struct Item {
     int sequence, head, batch, piece;
     int bos, length;              // first token, in the row of B, and tokens; 0 for padding
     int cleared;                  // rows of o from bos on that are zero: the tokens of a padding sequence
     int read_row;                 // of the states; -1: padding
-    int segment, segments, slot;  // number; how many the sequence has in this slab; place of segment 0 in the workspace
+    int segment, segments, slot;  // number; how many the sequence has in this slab; place of segment 1 in the workspace
     int segment_chunks;
     bool from_identity;  // M: from the identity, with V = 0
     bool exists;
@@ -35,103 +38,155 @@ struct ItemRange : SlabRange {
 // How sequences are cut (segments.cuh).
 struct Cut {
     int segment_chunks;
-    int items_before[kMaxCutSequences],
-        slots_before[kMaxCutSequences];  // of the sequences before: items of a head, segments of those that are cut
-    int segments[kMaxCutSequences];
+    int segments[kMaxCutSequences];  // of each sequence, in this slab; 0: nothing to do
+    int count[3];                    // of all sequences: first, middle, later segments
 
-    // Sum over the lanes before this one, and over all.
-    static __device__ __forceinline__ int sum_before(int x, int &all) {
-        int through = x;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, through, step);
-            if (static_cast<int>(threadIdx.x % 32) >= step) through += other;
-        }
-        all = __shfl_sync(~0u, through, 31);
-        return through - x;
-    }
-
-    // By a converged warp. Returns the items of a head.
-    __device__ __forceinline__ int make(const KernelParams &params, bool outputs) {
+    // By a converged warp.
+    __device__ __forceinline__ void make(const KernelParams &params) {
         constexpr int kEach = kMaxCutSequences / 32;
-        const int N = static_cast<int>(params.p.N), lane = threadIdx.x % 32;
-        int chunks[kEach], least[kEach], before = 0, longest = 1, sum;  // least: items of a sequence without chunks here
+        const int N = static_cast<int>(params.p.N), lane = threadIdx.x % 32, pieces = static_cast<int>(params.p.V) / 64;
+        int chunks[kEach], least[kEach], before = 0, longest = 1;  // least: segments of a sequence without chunks here
 #pragma unroll
         for (int i = 0; i < kEach; i++) {
             const int n = 32 * i + lane, all = n < N ? chunks_of_sequence(params, n) : 0;
-            const int from = params.first_chunk - before - sum_before(all, sum), to = from + params.slab_chunks;
+            int through = all;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, through, step);
+                if (lane >= step) through += other;
+            }
+            const int from = params.first_chunk - before - (through - all), to = from + params.slab_chunks;
             const int first = from < 0 ? 0 : from, end = to < all ? to : all;
-            before += sum;
+            before += __shfl_sync(~0u, through, 31);
             const bool padding = n < N && read_row(params.p, n) < 0;
             chunks[i] = end > first && !padding ? end - first : 0;
             least[i] = n < N && params.first_chunk == 0 && (padding || all == 0);
             longest = chunks[i] > longest ? chunks[i] : longest;
         }
         longest = __reduce_max_sync(~0u, longest);
+        const auto segments_in = [&](int i, int length) { return chunks[i] == 0 ? least[i] : segments_of(chunks[i], length); };
         int length = least_segment_chunks(longest), enough = longest;
         while (length < enough) {
             const int middle = (length + enough) / 2;
-            int count = 0, transitions = 0;
+            int early = 0, late = 0;  // CTAs of a head
 #pragma unroll
             for (int i = 0; i < kEach; i++) {
-                const int s = (chunks[i] + middle - 1) / middle;
-                count += s + least[i], transitions += transitions_of(s);
+                const int s = segments_in(i, middle);
+                early += (s > 0 ? pieces : 0) + 2 * middles_of(s), late += s > 1 ? pieces * (s - 1) : 0;
             }
-            if (__reduce_add_sync(~0u, count) <= params.cut && __reduce_add_sync(~0u, transitions) <= params.cut)
+            if (__reduce_add_sync(~0u, early) <= params.cut && __reduce_add_sync(~0u, late) <= params.cut)
                 enough = middle;
             else
                 length = middle + 1;
         }
         length = cut_pays(length, longest) ? length : kUncut;
-        int items = 0, slots = 0;
+        int firsts = 0, middles = 0, laters = 0;
 #pragma unroll
         for (int i = 0; i < kEach; i++) {
-            const int n = 32 * i + lane, s = chunks[i] == 0 ? least[i] : (chunks[i] - 1) / length + 1;
-            segments[n] = s;
-            items_before[n] = items + sum_before(outputs ? s : transitions_of(s), sum);
-            items += sum;
-            slots_before[n] = slots + sum_before(s > 1 ? s : 0, sum);
-            slots += sum;
+            const int s = segments_in(i, length);
+            segments[32 * i + lane] = s;
+            firsts += s > 0, middles += middles_of(s), laters += s > 1 ? s - 1 : 0;
         }
-        if (lane == 0) segment_chunks = length;
-        return items;
+        firsts = __reduce_add_sync(~0u, firsts), middles = __reduce_add_sync(~0u, middles);
+        laters = __reduce_add_sync(~0u, laters);
+        if (lane == 0) segment_chunks = length, count[0] = firsts, count[1] = middles, count[2] = laters;
+        __syncwarp();
     }
 
-    __device__ __forceinline__ void find(const DeltaParams &p, int index, bool outputs, Item &item) const {
-        int n = 0;
-        while (n + 1 < static_cast<int>(p.N) && items_before[n + 1] <= index) n++;
-        index -= items_before[n];
-        item.sequence = n;
-        item.segment = outputs ? index : (index + 1) / 2;  // N of the first; then N and M of each
-        item.from_identity = !outputs && index > 0 && index % 2 == 0;
+    // Slots of the sequences before n.
+    __device__ __forceinline__ int slots_before(int n) const {
+        int slots = 0;
+        for (int m = 0; m < n; m++) slots += segments[m] > 1 ? segments[m] - 1 : 0;
+        return slots;
+    }
+
+    // The index-th first, middle or later segment, which there is. Returns its sequence.
+    __device__ __forceinline__ int find(int index, bool first, bool middle, Item &item) const {
+        int n = 0, slot = 0;
+        for (;; n++) {
+            const int s = segments[n], here = first ? s > 0 : middle ? middles_of(s) : s > 1 ? s - 1 : 0;
+            if (index < here) break;
+            index -= here;
+            slot += s > 1 ? s - 1 : 0;
+        }
+        item.segment = first ? 0 : index + 1;
         item.segments = segments[n];
         item.segment_chunks = segment_chunks;
-        item.slot = slots_before[n];
+        item.slot = slot;
+        return n;
     }
 };
 
 // The items of a launch and the order of the sequences, in shared memory.
 struct Plan {
-    uint32_t items;
+    uint32_t items, ctas;  // gridDim.x, where it takes no register
     int lengths[kMaxSorted];
     uint16_t order[kMaxSorted];  // the longest first
+    bool is_sorted;              // sequences are taken in `order`
     Cut cut;
 
-    __device__ __forceinline__ bool in_order(const KernelParams &params) const {
-        return params.p.cu_seqlens && params.p.N <= kMaxSorted && params.cut == 0 && items > gridDim.x;
+    // CTAs that compute first segments' outputs in the launch where others compute transitions.
+    __device__ __forceinline__ uint32_t first_outputs(const DeltaParams &p) const {
+        return static_cast<uint32_t>(cut.count[0]) * static_cast<uint32_t>(p.HV) * (static_cast<uint32_t>(p.V) / 64);
     }
 
-    // By the whole CTA.
-    __device__ __forceinline__ void make(const KernelParams &params, int pieces, bool outputs, int threads) {
+    // Item of a CTA in a round over the grid: the longest first, and every second round backwards, so that who had a long one
+    // gets a short one next.
+    __device__ __forceinline__ uint32_t place(uint32_t round, uint32_t cta) const {
+        return round * ctas + (round % 2 == 0 ? cta : ctas - 1 - cta);
+    }
+
+    // By the whole CTA. pieces: CTAs of a sequence and head where it is not cut.
+    __device__ __forceinline__ void make(const KernelParams &params, Pass pass, int pieces, int threads) {
         const DeltaParams &p = params.p;
         const int N = static_cast<int>(p.N);
         if (threadIdx.x < 32) {
-            const int count = params.cut == 0 ? N : cut.make(params, outputs);
-            if (threadIdx.x == 0)
-                items = static_cast<uint32_t>(count) * static_cast<uint32_t>(p.HV) * static_cast<uint32_t>(pieces);
+            if (pass != Pass::Whole) cut.make(params);
+            if (threadIdx.x == 0) {
+                const uint32_t HV = static_cast<uint32_t>(p.HV);
+                items = pass == Pass::Whole   ? static_cast<uint32_t>(N) * HV * static_cast<uint32_t>(pieces)
+                        : pass == Pass::First ? first_outputs(p) + 2 * HV * static_cast<uint32_t>(cut.count[1])
+                                              : HV * static_cast<uint32_t>(pieces) * static_cast<uint32_t>(cut.count[2]);
+            }
         }
         __syncthreads();
-        if (!in_order(params)) return;
+        sort(params, pass == Pass::Whole && items > gridDim.x, threads);
+    }
+
+    // The same for whole sequences and V in one CTA or two, whichever ends first. Where not even one CTA each fits, one.
+    __device__ __forceinline__ void make_whole(const KernelParams &params, int threads) {
+        sort(params, true, threads);
+        if (threadIdx.x < 32) {
+            const uint32_t pairs = static_cast<uint32_t>(params.p.N) * static_cast<uint32_t>(params.p.HV);
+            const bool two = is_sorted && pairs <= ctas &&
+                             kUncutCost * longest_share(params) < int64_t{kWideCost} * chunks_of(lengths[order[0]]);
+            if (threadIdx.x == 0) items = two ? 2 * pairs : pairs;
+        }
+        __syncthreads();
+    }
+
+    // Chunks of the CTA that has most of them, with V in two. By a converged warp.
+    __device__ __forceinline__ int64_t longest_share(const KernelParams &params) const {
+        const uint32_t HV = static_cast<uint32_t>(params.p.HV), all = 2 * static_cast<uint32_t>(params.p.N) * HV;
+        int most = 0;
+        for (uint32_t cta = threadIdx.x; cta < ctas; cta += 32) {
+            int chunks = 0;
+            for (uint32_t round = 0; round * ctas < all; round++) {
+                const uint32_t index = place(round, cta);
+                if (index < all) chunks += chunks_of(lengths[order[index / 2 / HV]]);
+            }
+            most = chunks > most ? chunks : most;
+        }
+        return __reduce_max_sync(~0u, most);
+    }
+
+    __device__ __forceinline__ void sort(const KernelParams &params, bool wanted, int threads) {
+        const DeltaParams &p = params.p;
+        const int N = static_cast<int>(p.N);
+        wanted = wanted && p.cu_seqlens && N <= kMaxSorted;
+        if (threadIdx.x == 0) is_sorted = wanted, ctas = gridDim.x;
+        __syncthreads();
+        if (!wanted) return;
         for (int n = threadIdx.x; n < N; n += threads) {
             int bos;
             sequence_range(p, n, bos, lengths[n]);
@@ -145,33 +200,37 @@ struct Plan {
         __syncthreads();
     }
 
-    // Items come with the longest sequences first, and every second round runs backwards, so that who had a long one gets a
-    // short one next.
-    __device__ __forceinline__ Item find(const KernelParams &params, int pieces, bool outputs, uint32_t round) const {
+    // By each lane of a converged warp, to the warp's item: nothing is read back that others write.
+    // Where sequences are cut there is one round.
+    __device__ __forceinline__ void find(Item &item, const KernelParams &params, Pass pass, int pieces, uint32_t round) const {
         const DeltaParams &p = params.p;
-        const uint32_t index = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-        Item item = {};
-        if (round * gridDim.x >= items) return item;
-        item.exists = true;
-        item.read_row = -1;
-        if (index >= items) return item;  // the last round is not full: nothing to do
-        const uint32_t HV = static_cast<uint32_t>(p.HV), pair = index / pieces;
-        item.piece = index % pieces;
-        item.head = pair % HV;
-        item.sequence = pair / HV;
-        item.segments = 1;
-        if (params.cut != 0)
-            cut.find(p, item.sequence, outputs, item);
-        else if (in_order(params))
-            item.sequence = order[item.sequence];
-        sequence_range(p, item.sequence, item.bos, item.length);
-        item.batch = p.cu_seqlens ? 0 : item.sequence;
-        item.read_row = read_row(p, item.sequence);
-        if (item.read_row < 0) {
-            item.cleared = item.length;
-            item.length = 0;
+        uint32_t index = place(round, blockIdx.x);
+        item.exists = round * ctas < items;
+        if (index >= items) {  // the last round is not full: nothing to do
+            item.read_row = -1, item.cleared = 0;
+            return;
         }
-        return item;
+        const bool transition = pass == Pass::First && index >= first_outputs(p);
+        if (transition) index -= first_outputs(p), pieces = 2;  // N and M
+        const uint32_t HV = static_cast<uint32_t>(p.HV), pair = index / static_cast<uint32_t>(pieces);
+        const int piece = index % static_cast<uint32_t>(pieces);
+        item.piece = transition ? 0 : piece;
+        item.from_identity = transition && piece != 0;
+        item.head = pair % HV;
+        int sequence = pair / HV, bos, length;
+        item.segment = 0, item.segments = 1;
+        if (pass != Pass::Whole)
+            sequence = cut.find(sequence, pass == Pass::First && !transition, transition, item);
+        else if (is_sorted)
+            sequence = order[sequence];
+        sequence_range(p, sequence, bos, length);
+        const int row = read_row(p, sequence);
+        item.sequence = sequence;
+        item.batch = p.cu_seqlens ? 0 : sequence;
+        item.bos = bos;
+        item.read_row = row;
+        item.length = row < 0 ? 0 : length;
+        item.cleared = row < 0 ? length : 0;
     }
 };
 

@@ -11,11 +11,11 @@ constexpr int kStages = D == 128 ? 4 : 3;
 // kGroups: state warpgroups, 64 columns of V each.
 template <int D, int kGroups>
 struct alignas(1024) ScanSmem {
+    Plan plan;  // in front: there it is for any kGroups
     Operands<D> operands[kStages<D>];
     uint8_t v[kStages<D>][kGroups * Tile<D>::kPanelStrideBytes];
     uint8_t o[4 * kGroups][kChunk * 32];  // of each state warp, 16 columns
     Item item[4 * kGroups + 1];           // of each state warp and the one that loads
-    Plan plan;
     uint64_t barriers[2 * kStages<D>];
 
     __device__ Ring<kStages<D>> ring() { return {ptx::shared_address(barriers)}; }

@@ -1,9 +1,9 @@
 // Long sequences of few heads, cut exactly into segments (host and device).
 //
-// A segment maps the state before it affinely, S -> M S + N. One launch of the scan without outputs computes the state at the
-// end of each first segment, and N (from zero) and M (from the identity, with V = 0) of the middle ones; the last one's are not
-// needed. kda_fwd_join_kernel hands the states through; the scan with outputs then runs for all segments at once. Both scans
-// have 128 columns of V a CTA: that is as many segments as multiprocessors allow. Nothing depends on the values of the gates.
+// A segment maps the state before it affinely, S -> M S + N. One launch computes the first segments' outputs and, beside them,
+// N (from zero) and M (from the identity, with V = 0) of the middle ones; the last one's are not needed. kda_fwd_join_kernel
+// hands the states through; a second launch then computes the other segments' outputs. Outputs have 64 columns of V a CTA,
+// transitions all of them: that is as many segments as multiprocessors allow. Nothing depends on the values of the gates.
 //
 // What is cut are the chunks that a slab has of a sequence. The host decides from shapes whether to try; how long a segment is
 // every kernel finds out for itself from cu_seqlens, with the same result.
@@ -15,12 +15,16 @@ namespace linattn::cuda::kda {
 constexpr int kMaxCutSequences = 64;
 constexpr int kUncut = INT32_MAX / 2;
 
-// Transitions of a sequence of so many segments, each the work of a CTA for every head: N or M.
-constexpr __host__ __device__ __forceinline__ int transitions_of(int segments) { return segments < 2 ? 0 : 2 * segments - 3; }
+// Of a sequence with so many chunks.
+constexpr __host__ __device__ __forceinline__ int segments_of(int chunks, int segment_chunks) {
+    return (chunks - 1) / segment_chunks + 1;
+}
 
-// In 1/25 of what a chunk takes uncut in a CTA of 64 columns, 0.85 us: both scans of a chunk, a hop of the states, the
-// launches, as measured with one sequence.
-constexpr int kUncutCost = 25, kChunkCost = 72, kHopCost = 32, kLaunchCost = 600;
+constexpr __host__ __device__ __forceinline__ int middles_of(int segments) { return segments > 2 ? segments - 2 : 0; }
+
+// In 1/25 of what a chunk takes uncut in a CTA of 64 columns, 0.8 us: a chunk in a CTA of 128; cut, transition and outputs of a
+// chunk, a hop of the states, the launches.
+constexpr int kUncutCost = 25, kWideCost = 42, kChunkCost = 54, kHopCost = 37, kLaunchCost = 590;
 
 constexpr __host__ __device__ __forceinline__ bool cut_pays(int segment_chunks, int longest) {
     return int64_t{kChunkCost} * segment_chunks + kHopCost * ((longest - 1) / segment_chunks) + kLaunchCost <

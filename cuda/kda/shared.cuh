@@ -60,11 +60,17 @@ struct KernelParams {
     uint32_t group;            // value heads of a head of q and k
     int first_chunk, slab_chunks;
     char *g_operands;
-    int *g_precise;  // [slab_chunks][HV], first_precise of each
-    float *g_carry;  // [N][HV][V][K], the states between slabs
-    int cut;         // sequences are cut into at most so many segments together, whose transitions are no more; 0: they are not
-    float *g_segments;  // [cut][HV][2][D][D], V-first: the state before a segment; its M
+    int *g_precise;     // [slab_chunks][HV], first_precise of each
+    float *g_carry;     // [N][HV][V][K], the states between slabs
+    int cut;            // sequences are cut into segments for so many CTAs a head at most; 0: they are not
+    float *g_segments;  // [slots][HV][kSlotFloats]: the state before a segment, V-first; its M, K-first
 };
+
+// Of a segment and head in the workspace. M's rows lie 16 bytes further on in the banks of shared memory.
+template <int D>
+constexpr int kTransitionPitch = D + 4;
+template <int D>
+constexpr int kSlotFloats = D * D + D * kTransitionPitch<D>;
 
 struct TensorMaps {
     CUtensorMap q, k, v, g;

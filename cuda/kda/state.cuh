@@ -14,6 +14,7 @@
 
 #include "common/fragments.cuh"
 #include "common/states.cuh"
+#include "ptx/cta.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -289,34 +290,54 @@ __device__ __forceinline__ void clear_output(const DeltaParams &p, int batch, in
         *reinterpret_cast<uint4 *>(g_o + (token + row) * p.o.stride[1]) = make_uint4(0, 0, 0, 0);
 }
 
-// States of the workspace as a tensor [..][HV][K][V], V-first.
+// A lane's part of a state in the workspace, fp32 and V-first, from its first element on: s[4j + 2r + i] is (v + 8r, k + 8j + i).
 template <int D>
-__device__ __forceinline__ Tensor workspace_states(const KernelParams &params, float *g_first, int64_t each) {
-    Tensor t;
-    t.data = reinterpret_cast<char *>(g_first);
-    t.dtype = DType::F32;
-    t.stride[0] = params.p.HV * each, t.stride[1] = each, t.stride[2] = 1, t.stride[3] = D;
-    return t;
+__device__ __forceinline__ void load_workspace(float (&s)[D / 2], const float *g_from) {
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 2) {
+        const float2 x = *reinterpret_cast<const float2 *>(g_from + i / 4 * 8 + i / 2 % 2 * 8 * D);
+        s[i] = x.x, s[i + 1] = x.y;
+    }
 }
-// The states between slabs, by sequence.
 template <int D>
-__device__ __forceinline__ Tensor carried(const KernelParams &params) {
-    return workspace_states<D>(params, params.g_carry, D * D);
+__device__ __forceinline__ void store_workspace(const float (&s)[D / 2], float *g_to) {
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 2)
+        *reinterpret_cast<float2 *>(g_to + i / 4 * 8 + i / 2 % 2 * 8 * D) = make_float2(s[i], s[i + 1]);
 }
-// By place in the workspace, which = 0: the states before the segments, 1: their M.
+// M goes K-first.
 template <int D>
-__device__ __forceinline__ Tensor segment_states(const KernelParams &params, int which) {
-    return workspace_states<D>(params, params.g_segments + which * (D * D), 2 * D * D);
+__device__ __forceinline__ void store_transition(const float (&s)[D / 2], float *g_to) {
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) g_to[(i / 4 * 8 + i % 2) * kTransitionPitch<D> + i / 2 % 2 * 8] = s[i];
+}
+
+// Of element (v, k): the states between slabs, by sequence; by place in the workspace the states before the segments; M.
+template <int D>
+__device__ __forceinline__ float *carried(const KernelParams &params, const Item &item, int v, int k) {
+    return params.g_carry + (int64_t{item.sequence} * params.p.HV + item.head) * (D * D) + v * D + k;
+}
+template <int D>
+__device__ __forceinline__ float *slot(const KernelParams &params, int number, int head) {
+    return params.g_segments + (int64_t{number} * params.p.HV + head) * kSlotFloats<D>;
+}
+template <int D>
+__device__ __forceinline__ float *segment_state(const KernelParams &params, int number, int head, int v, int k) {
+    return slot<D>(params, number, head) + v * D + k;
+}
+template <int D>
+__device__ __forceinline__ float *transition(const KernelParams &params, int number, int head, int v, int k) {
+    return slot<D>(params, number, head) + D * D + k * kTransitionPitch<D> + v;
 }
 
 // The state that an item begins with: v, k as in load_state.
 template <int D>
 __device__ __forceinline__ void begin(float (&s)[D / 2], const KernelParams &params, const Item &item, const ItemRange &range,
-                                      bool outputs, int v, int k) {
-    if (item.segments > 1 && outputs) {  // of segment 0 too: the last one's may be written where state_in is
-        load_state(s, segment_states<D>(params, 0), item.slot + item.segment, item.head, v, k);
+                                      Pass pass, bool outputs, int v, int k) {
+    if (pass == Pass::Later) {
+        load_workspace<D>(s, segment_state<D>(params, item.slot + item.segment - 1, item.head, v, k));
     } else if (item.segment == 0 && range.continues) {
-        load_state(s, carried<D>(params), item.sequence, item.head, v, k);
+        load_workspace<D>(s, carried<D>(params, item, v, k));
     } else if (item.segment == 0 && params.p.state_in) {
         load_state(s, params.p.state_in, item.read_row, item.head, v, k);
     } else {
@@ -327,18 +348,18 @@ __device__ __forceinline__ void begin(float (&s)[D / 2], const KernelParams &par
 }
 
 template <class T, int D, int kGroups, bool kOutputs>
-__device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kGroups> &smem, int group) {
+__device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kGroups> &smem, Pass pass, int group) {
     const DeltaParams &p = params.p;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     StateLoop<T, D, kGroups, kOutputs> loop(p, smem);
     float s[D / 2];
-    if (kOutputs && params.cut != 0) ptx::griddepcontrol_wait();  // the joined states
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
         __syncwarp();
-        item = smem.plan.find(params, D / 64 / kGroups, kOutputs, round);
+        smem.plan.find(item, params, pass, D / 64 / kGroups, round);
         __syncwarp();
         if (!item.exists) break;
+        if (pass == Pass::Later && round == 0) ptx::griddepcontrol_wait();  // the joined states
         if (item.read_row < 0) {
             if (kOutputs && params.first_chunk == 0 && item.piece == 0)
                 clear_output<D>(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
@@ -350,8 +371,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
         // The lane's place in a state, found again where it is used.
         const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
         const auto k = [&] { return 2 * (opaque_lane() % 4); };
-        begin<D>(s, params, item, range, kOutputs, v(), k());
-        if (!kOutputs && item.segment == 0) store_state(s, segment_states<D>(params, 0), item.slot, item.head, v(), k());
+        begin<D>(s, params, item, range, pass, kOutputs, v(), k());
         if constexpr (kOutputs) loop.outputs_to(item, range.first);
         const int length = item.length;
         for (int c = range.first; c < range.end; c++) {
@@ -362,21 +382,25 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
                 if (to >= 0) store_state(s, p.checkpoints, to, item.head, v(), k());
             }
         }
-        if constexpr (!kOutputs) {  // N goes where the state after it will be
-            const bool m = item.from_identity;
-            store_state(s, segment_states<D>(params, m), item.slot + item.segment + !m, item.head, v(), k());
+        if constexpr (!kOutputs) {
+            const int at = item.slot + item.segment;
+            if (item.from_identity)
+                store_transition<D>(s, transition<D>(params, at - 1, item.head, v(), k()));
+            else  // N goes where the state after it will be
+                store_workspace<D>(s, segment_state<D>(params, at, item.head, v(), k()));
         } else {
             loop.flush();
-            if (!item.last()) continue;
-            if (range.end < chunks_of(item.length)) {
-                store_state(s, carried<D>(params), item.sequence, item.head, v(), k());
+            if (pass != Pass::Whole && !item.last()) {
+                if (pass == Pass::First) store_workspace<D>(s, segment_state<D>(params, item.slot, item.head, v(), k()));
+            } else if (range.end < chunks_of(item.length)) {
+                store_workspace<D>(s, carried<D>(params, item, v(), k()));
             } else if (p.state_out) {
                 const int to = pool_row(p.write_indices, item.sequence, p.F);
                 if (to >= 0) store_state(s, p.state_out, to, item.head, v(), k());
             }
         }
     }
-    if (!kOutputs || !p.zero_tail || !p.cu_seqlens || params.first_chunk != 0) return;
+    if (pass == Pass::First || !p.zero_tail || !p.cu_seqlens || params.first_chunk != 0) return;
     const int end = sequence_start(p, static_cast<int>(p.N));
     for (int head = blockIdx.x; head < static_cast<int>(p.HV); head += gridDim.x)
         clear_output<D>(p, 0, head, end, static_cast<int>(p.T) - end, 128 * kGroups);

@@ -266,6 +266,22 @@ inline void matrix_store(uint32_t a, const uint32_t *r, bool trans, int n) {
         }
     warp();
 }
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const int lane = emu::L(), g = lane / 4, q = lane % 4;
+    const auto value = [](uint32_t x) { return __uint_as_float(x & 0xffffe000u); };
+    float rows[2][8], columns[2][8];
+    for (int k = 0; k < 8; k++)
+        for (int i = 0; i < 2; i++) {
+            const float low = __shfl_sync(~0u, value(a[i]), 4 * g + k % 4),
+                        high = __shfl_sync(~0u, value(a[2 + i]), 4 * g + k % 4);
+            rows[i][k] = k < 4 ? low : high;
+            const float first = __shfl_sync(~0u, value(b0), 4 * (2 * q + i) + k % 4),
+                        second = __shfl_sync(~0u, value(b1), 4 * (2 * q + i) + k % 4);
+            columns[i][k] = k < 4 ? first : second;
+        }
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 8; k++) d[i] += rows[i / 2][k] * columns[i % 2][k];
+}
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t a) { matrix_load(r, a, false, 4); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t a) { matrix_load(r, a, true, 4); }
 inline void stmatrix_x4(uint32_t a, const uint32_t (&r)[4]) { matrix_store(a, r, false, 4); }

@@ -226,6 +226,7 @@ int main(int argc, char **argv) {
         {"tails", {70, 0, 1, 64, 33}, 1, 2},
         {"l2norm, vfirst", {70, 0, 31, 64, 130}, 1, 2, bf, bf, true, true, true},
         {"few CTAs", {70, 0, 1, 64, 130, 65}, 1, 2, bf, f, true, true, false, 1, none, weight, false, Random, -1, 5},
+        {"in halves", {130, 0, 70, 33}, 1, 2, bf, f, true, true, false, 1, none, weight, false, Random, -1, 10},
         {"fp16", {70, 96}, 1, 1, h, h, false, true},
         {"fp16 l2norm", {70, 96}, 1, 1, h, f, true, true},
         {"resets", {100, 70}, 1, 1, bf, f, false, true, false, 1, none, weight, true},
