@@ -31,9 +31,9 @@ MIXED = (16, 65, 0, 64, 140, 23, 80)
 REGIMES = {
     "wide": Case("gdn", MIXED * 6, 1, 2, 128, 128, "bf16"),
     "narrow": Case("gdn", MIXED, 1, 2, 128, 128, "bf16"),
-    "cut": Case("gdn", (1500, 3, 0, 700), 1, 2, 128, 128, "bf16"),
+    "cut": Case("gdn", (3500, 3, 0, 2900), 1, 2, 128, 128, "bf16"),
     "d64": Case("gdn", MIXED * 3, 1, 2, 64, 64, "bf16"),
-    "cut_d64": Case("gdn", (1500,), 1, 2, 64, 64, "bf16"),
+    "cut_d64": Case("gdn", (3500,), 1, 2, 64, 64, "bf16"),
 }
 regimes = pytest.mark.parametrize("regime", REGIMES)
 

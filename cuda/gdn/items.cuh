@@ -37,7 +37,7 @@ __device__ __forceinline__ int segments_of(int length, int segment_tokens) {
 // segment take longest; kUncut where a cut does not pay. First segments and the transitions of the middle ones take about as
 // long as the later segments' outputs, a hop nearly as long as a chunk, the launches and the first tiles kLaunchChunks chunks'
 // time; segments of L chunks out of c cost 2 L + c / L, least at L^2 = c / 2.
-constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 6, kMaxCutSequences = 96;
+constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 18, kMaxCutSequences = 96;
 
 constexpr __host__ __device__ __forceinline__ int least_segment_chunks(int longest_chunks) {
     int least = 1;
