@@ -202,6 +202,23 @@ def test_packing_and_columns_do_not_change_bits(gpu, keys):
         check(np.array_equal(alone.final_state, packed.final_state[[n]]), f"state of sequence {n}")
 
 
+def test_one_long_sequence_among_others(gpu):
+    """The lengths then ask for half the columns a CTA, where so many heads would take all. Same bits as each alone."""
+    case = Case("gdn", (4100, 70), 17, 34, 128, 128, "bf16")
+    inputs = make(case)
+    packed = forward(gpu, case, inputs, splits=1)
+    for n, (_, a, b) in enumerate(case.spans):
+        own = {
+            k: Input(inputs[k].values[:, a:b], inputs[k].dtype)
+            for k in ("q", "k", "v", "g", "beta")
+        }
+        own["initial_state"] = Input(inputs["initial_state"].values[[n]], "f32")
+        own["cu_seqlens"] = rows(0, b - a)
+        alone = forward(gpu, variant(case, lengths=(b - a,)), own, splits=1)
+        check(np.array_equal(alone.o, packed.o[:, a:b]), f"o of sequence {n}")
+        check(np.array_equal(alone.final_state, packed.final_state[[n]]), f"state of sequence {n}")
+
+
 @regimes
 def test_nan_in_neighbours_and_past_the_end(gpu, regime):
     case = REGIMES[regime]

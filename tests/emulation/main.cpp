@@ -222,6 +222,8 @@ int main(int argc, char **argv) {
         {"D64 without decay", {512, 512}, 2, 8, 64, true, false, false, false, 0},
         {"D64 cut without decay", {3300}, 1, 2, 64, true, true, true, false, 0},
         {"cut D64, plain", {3300}, 1, 2, 64, true, false, true, false, 0.02},
+        {"lengths ask for halves", {4100, 70}, 1, 1, 128, true, false, true, false, 1, 3},
+        {"lengths ask for all columns, l2", {2070, 2100, 2048}, 1, 1, 128, true, true, true, true, 1, 2},
         {"unsplit", {3300}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
     auto hard = [&](const char *name, std::vector<int> lens, float cosine, float beta, float g, bool along) -> Case & {
         Case c;
