@@ -151,7 +151,7 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
             output_final_state=True, qk_l2norm=norm, **inside,
         )  # fmt: skip
         both(
-            f"{name}, one long sequence", fwd, inputs(kda, 1, 1500, D, dtype),
+            f"{name}, one long sequence", fwd, inputs(kda, 1, 1500 if kda else 2500, D, dtype),
             output_final_state=True, qk_l2norm=norm, **inside,
         )  # fmt: skip
     initial, final = (states(3, D, state_dtype, v_first) for _ in range(2))

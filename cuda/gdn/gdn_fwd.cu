@@ -20,7 +20,7 @@ static void launch_columns(const KernelParams &params, const TensorMaps &maps, i
             return;
         }
     }
-    if constexpr (D == 64 || kPass == Pass::Outputs)
+    if constexpr (D == 64 || kPass != Pass::Transition)
         norm ? launch_fwd<Config<T, D, 64, true, kPass>>(params, maps, multiprocessors)
              : launch_fwd<Config<T, D, 64, false, kPass>>(params, maps, multiprocessors);
 }
@@ -31,7 +31,7 @@ static void launch_pass(const KernelParams &params, const TensorMaps &maps, int 
     if (params.p.K == 128)
         bf16 ? launch_columns<__nv_bfloat16, 128, kPass>(params, maps, multiprocessors, narrow_columns)
              : launch_columns<__half, 128, kPass>(params, maps, multiprocessors, narrow_columns);
-    else
+    else if constexpr (kPass != Pass::Either)
         bf16 ? launch_columns<__nv_bfloat16, 64, kPass>(params, maps, multiprocessors, narrow_columns)
              : launch_columns<__half, 64, kPass>(params, maps, multiprocessors, narrow_columns);
 }
@@ -61,6 +61,11 @@ static int middle_segments(const DeltaParams &p, int multiprocessors) {
     const int per_sequence = static_cast<int>(p.cu_seqlens ? middles : middles / p.N) + 2;
     const int segment = (chunks + per_sequence - 1) / per_sequence, least = least_segment_chunks(chunks);
     return cut_pays(segment < least ? least : segment, chunks) ? static_cast<int>(middles) : 0;
+}
+
+// Packed sequences of lengths that the host does not know, long enough on average for a launch more not to matter.
+static bool lengths_decide(const DeltaParams &p) {
+    return p.K == 128 && p.cu_seqlens && p.N > 1 && p.N <= kMaxSorted && p.T >= 2048 * p.N;
 }
 
 // Workspace: states and transitions of the segments, then the length of a segment.
@@ -94,7 +99,8 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                            nullptr,
                            nullptr,
                            static_cast<float>(p.scale),
-                           static_cast<float>(p.lower_bound)};
+                           static_cast<float>(p.lower_bound),
+                           multiprocessors};
     if (params.middles != 0) {
         char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 15);
         params.g_segments = reinterpret_cast<float *>(workspace);
@@ -105,7 +111,13 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
         p.K == 128 ? launch_join<128>(params) : launch_join<64>(params);
         params.part = Part::Later;
     }
-    launch_pass<Pass::Outputs>(params, maps, multiprocessors, narrow(p, multiprocessors));
+    const bool halves = narrow(p, multiprocessors);
+    if (!halves && params.middles == 0 && lengths_decide(p)) {
+        launch_pass<Pass::Either>(params, maps, multiprocessors, false);
+        launch_pass<Pass::Either>(params, maps, multiprocessors, true);
+    } else {
+        launch_pass<Pass::Outputs>(params, maps, multiprocessors, halves);
+    }
 }
 
 }  // namespace linattn::cuda

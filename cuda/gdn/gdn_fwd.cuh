@@ -50,10 +50,12 @@ __device__ __forceinline__ void plan(const KernelParams &params, Smem<C> &smem) 
             segment_tokens = *params.g_segment_tokens;
         else if (!C::kOutputs || params.part == Part::First)
             segment_tokens = choose_segment_tokens(params);
+        bool others = false;
+        if constexpr (C::kEither) others = halves_are_faster(params) != (C::kStateGroups == 1);
         if (threadIdx.x == 0) {
             if (C::kOutputs && params.part == Part::First && blockIdx.x == 0) *params.g_segment_tokens = segment_tokens;
             smem.segment_tokens = segment_tokens;
-            int segments = static_cast<int>(p.N);
+            int segments = others ? 0 : static_cast<int>(p.N);
             if (!C::kOutputs || params.part == Part::Later)
                 segments = segment_tokens == kUncut ? 0 : C::kOutputs ? slots(params) : params.middles;
             smem.items = segments * static_cast<uint32_t>(p.HV) * kPieces<C>;
@@ -133,7 +135,7 @@ void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multipro
     static_assert(sizeof(Smem<C>) <= 232448, "shared memory of a CTA");
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    config.programmatic = !C::kOutputs || params.part == Part::Later;
+    config.programmatic = !C::kOutputs || params.part == Part::Later || (C::kEither && C::kStateGroups == 1);
     launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o);
 }
 

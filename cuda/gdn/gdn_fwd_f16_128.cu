@@ -6,5 +6,9 @@ template void launch_fwd<Config<__half, 128, 128, false, Pass::Outputs>>(const K
 template void launch_fwd<Config<__half, 128, 128, true, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
 template void launch_fwd<Config<__half, 128, 64, false, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
 template void launch_fwd<Config<__half, 128, 64, true, Pass::Outputs>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 128, false, Pass::Either>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 128, true, Pass::Either>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 64, false, Pass::Either>>(const KernelParams &, const TensorMaps &, int);
+template void launch_fwd<Config<__half, 128, 64, true, Pass::Either>>(const KernelParams &, const TensorMaps &, int);
 
 }  // namespace linattn::cuda::gdn

@@ -13,6 +13,7 @@ struct KernelParams {
     float *g_segments;         // [slots(p)][HV][2][D][D], V-first: the state before the segment; its M
     int *g_segment_tokens;     // what was chosen
     float scale, lower_bound;  // of p, in float
+    int multiprocessors;       // of the device
 };
 
 // Places in the workspace: every segment but the first of each sequence.
@@ -37,7 +38,7 @@ __device__ __forceinline__ int segments_of(int length, int segment_tokens) {
 // segment take longest; kUncut where a cut does not pay. First segments and the transitions of the middle ones take about as
 // long as the later segments' outputs, a hop nearly as long as a chunk, the launches and the first tiles kLaunchChunks chunks'
 // time; segments of L chunks out of c cost 2 L + c / L, least at L^2 = c / 2.
-constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 6, kMaxCutSequences = 96;
+constexpr int kUncut = INT32_MAX - 63, kLaunchChunks = 18, kMaxCutSequences = 96;
 
 constexpr __host__ __device__ __forceinline__ int least_segment_chunks(int longest_chunks) {
     int least = 1;
@@ -76,6 +77,24 @@ __device__ __forceinline__ int choose_segment_tokens(const KernelParams &params)
             least = length + 1;
     }
     return cut_pays(most, longest) ? most * kChunk : kUncut;
+}
+
+// Pass::Either: do CTAs of 64 columns have done sooner than those of 128? Where one sequence is as long as many others together, it
+// is what all wait for. By a converged warp; the same in every lane, CTA and kernel.
+__device__ __forceinline__ bool halves_are_faster(const KernelParams &params) {
+    constexpr float kWhole = 2.5f, kHalf = 1.6f, kSure = 1.1f;  // us a chunk
+    int longest = 0, total = 0;
+    for (int n = threadIdx.x % 32; n < static_cast<int>(params.p.N); n += 32) {
+        int bos, length;
+        sequence_range(params.p, n, bos, length);
+        const int chunks = (length + kChunk - 1) / kChunk;
+        longest = chunks > longest ? chunks : longest;
+        total += chunks;
+    }
+    const float most = static_cast<float>(__reduce_max_sync(~0u, longest));
+    const float share = static_cast<float>(__reduce_add_sync(~0u, total)) * static_cast<float>(params.p.HV) /
+                        static_cast<float>(params.multiprocessors);
+    return kSure * kHalf * fmaxf(most, 2.0f * share) < kWhole * fmaxf(most, share);
 }
 
 // Segment `index` of those that a pass has, in the order of the sequences, and its place in the workspace. Sequences have

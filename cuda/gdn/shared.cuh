@@ -20,7 +20,8 @@ constexpr int kChunk = 64;  // tokens
 // What a launch of gdn_fwd_kernel computes of each segment of a sequence.
 //   Outputs: o, and the state at the end of the sequence.
 //   Transition: the affine map S -> M S + N of the segment, as two items: N starts from zero, M from the identity without v.
-enum class Pass { Outputs, Transition };
+//   Either: Outputs of whole sequences, launched with 128 columns a CTA and with 64; their lengths decide which has the work.
+enum class Pass { Outputs, Transition, Either };
 
 // Which segments an Outputs launch has. Of a cut sequence the first segment needs nobody's transition and the last one has none:
 // First runs beside the Transition pass, which has those between the first and the last; Later, after the join, the rest.
@@ -31,7 +32,8 @@ template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf>
 struct Config {
     using T = Element;
     static constexpr int D = kD, kColumns = kVCols;
-    static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf == Pass::Outputs;
+    static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf != Pass::Transition;
+    static constexpr bool kEither = kPassOf == Pass::Either;
     static constexpr int kStateGroups = kColumns / 64;
     // Who sums the squares of q: the kernel with two state warpgroups waits for AUX, that with one would for the gate warps.
     static constexpr bool kGatesNormQueries = kL2Norm && kOutputs && kStateGroups == 2;

@@ -203,15 +203,15 @@ int main(int argc, char **argv) {
         {"fp16", {70, 130}, 1, 2, 128, false, true},
         {"resets", {200, 70}, 1, 2, 128, true, false, true, false, 1, 132, 1},
         {"correlated", {200}, 1, 1, 128, true, false, true, false, 0, 132, 2},
-        {"cut", {1500}, 1, 2, 128, true, false, true, false, 0.02},
-        {"cut no init vfirst", {1100, 64, 300}, 1, 2, 128, true, true, false, true, 0.02, 40},
-        {"cut D64", {1500}, 1, 2, 64, true, true, true, false, 0.02},
+        {"cut", {3300}, 1, 2, 128, true, false, true, false, 0.02},
+        {"cut no init vfirst", {3700, 64, 3000}, 1, 2, 128, true, true, false, true, 0.02, 40},
+        {"cut D64", {3300}, 1, 2, 64, true, true, true, false, 0.02},
         {"dense", {100}, 1, 1, 128, true, false, true, false, 1, 132, 0, 0, 3},
-        {"dense cut", {1900}, 1, 1, 128, true, false, true, false, 0.02, 20, 0, 0, 2},
-        {"cut ckpt", {1500, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
+        {"dense cut", {3700}, 1, 1, 128, true, false, true, false, 0.02, 20, 0, 0, 2},
+        {"cut ckpt", {3700, 64}, 1, 1, 128, true, false, true, false, .02, 16, 0, 3, 0, 0, 128},
         {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
-        {"padding cut", {1500, 1400, 10}, 1, 1, 128, true, false, true, false, .02, 20, 0, 5, 0, 0, 0, true},
-        {"cut in three", {2400}, 1, 4, 128, true, true, true, false, 0.02, 16},
+        {"padding cut", {3700, 3400, 10}, 1, 1, 128, true, false, true, false, .02, 20, 0, 5, 0, 0, 0, true},
+        {"cut in three", {5500}, 1, 4, 128, true, true, true, false, 0.02, 16},
         {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
         {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
         {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
@@ -220,8 +220,11 @@ int main(int argc, char **argv) {
         {"few tokens after a reset, D64, l2", {65, 66, 67, 68, 70, 72, 65, 65}, 2, 6, 64, true, true, true, false, 0, 132, 4},
         {"few tokens after a reset, wide, l2", {65, 66, 67, 65, 65}, 1, 3, 128, true, true, true, false, 0, 3, 4},
         {"D64 without decay", {512, 512}, 2, 8, 64, true, false, false, false, 0},
-        {"D64 cut without decay", {1500}, 1, 2, 64, true, true, true, false, 0},
-        {"unsplit", {1500}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
+        {"D64 cut without decay", {3300}, 1, 2, 64, true, true, true, false, 0},
+        {"cut D64, plain", {3300}, 1, 2, 64, true, false, true, false, 0.02},
+        {"lengths ask for halves", {4100, 70}, 1, 1, 128, true, false, true, false, 1, 3},
+        {"lengths ask for all columns, l2", {2070, 2100, 2048}, 1, 1, 128, true, true, true, true, 1, 2},
+        {"unsplit", {3300}, 1, 1, 128, true, false, true, false, 0.02, 132, 0, 0, 0, 1}};
     auto hard = [&](const char *name, std::vector<int> lens, float cosine, float beta, float g, bool along) -> Case & {
         Case c;
         c.name = std::string("hard ") + name;
@@ -247,7 +250,7 @@ int main(int argc, char **argv) {
     hard("near keys, wide", {70, 64, 130}, 0.9999f, 1, 0, true).sms = 3;
     Case &two = hard("keys of length 2 that decay", {300}, 1, 1, 0, false);  // 1 - beta |k|^2 = -3, times 1/3.05
     two.length = 2, two.gate = -std::log(3.05f), two.D = 64, two.init = true;
-    hard("near keys, cut", {1100}, 0.9999f, 1, 0, true).HV = 2;
+    hard("near keys, cut", {3300}, 0.9999f, 1, 0, true).HV = 2;
     hard("near keys now and then", {700}, 0.9999f, -1, 0.1f, false).every = 3;
     hard("near keys now and then, l2norm", {130, 400}, 0.9999f, -1, 0.1f, false).every = 2, cs.back().l2 = true;
     hard("near keys now and then, wide", {130, 400, 64, 300}, 0.9999f, -1, 0.1f, false).every = 2, cs.back().sms = 3;
