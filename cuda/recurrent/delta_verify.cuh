@@ -295,33 +295,43 @@ struct Share {
     }
 };
 
-// X S of the lane's part.
+// X S of the lane's part. K in quarters, whose sums are added in the order of solve(), so that bits do not depend on kParts.
 template <class C>
 __device__ __forceinline__ void multiply_state(Smem<C> &smem, const Share<C> &S) {
-    float sum[2][C::kTiles][4] = {};
+    float total[2][C::kTiles][4];
 #pragma unroll
-    for (int step = 0; step < C::kSteps; ++step) {
-        float4 x[C::kTiles];
+    for (int first = 0; first < C::kSteps; first += 2) {
+        float sum[2][C::kTiles][4] = {};
 #pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile)
-            x[tile] = *reinterpret_cast<const float4 *>(&smem.x[8 * tile + S.g()][S.row(step)]);
+        for (int step = first; step < first + 2; ++step) {
+            float4 x[C::kTiles];
 #pragma unroll
-        for (int i = 0; i < 4; i += 2)
+            for (int tile = 0; tile < C::kTiles; ++tile)
+                x[tile] = *reinterpret_cast<const float4 *>(&smem.x[8 * tile + S.g()][S.row(step)]);
 #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                uint32_t a[4] = {S.operand(step, i, j), S.operand(step, i, j + 1), S.operand(step, i + 1, j),
-                                 S.operand(step, i + 1, j + 1)};
+            for (int i = 0; i < 4; i += 2)
 #pragma unroll
-                for (int tile = 0; tile < C::kTiles; ++tile)
-                    mma(sum[j / 2][tile], a, i ? x[tile].z : x[tile].x, i ? x[tile].w : x[tile].y);
-            }
+                for (int j = 0; j < 4; j += 2) {
+                    uint32_t a[4] = {S.operand(step, i, j), S.operand(step, i, j + 1), S.operand(step, i + 1, j),
+                                     S.operand(step, i + 1, j + 1)};
+#pragma unroll
+                    for (int tile = 0; tile < C::kTiles; ++tile)
+                        mma(sum[j / 2][tile], a, i ? x[tile].z : x[tile].x, i ? x[tile].w : x[tile].y);
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int tile = 0; tile < C::kTiles; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) total[m][tile][e] = first ? total[m][tile][e] + sum[m][tile][e] : sum[m][tile][e];
     }
 #pragma unroll
     for (int tile = 0; tile < C::kTiles; ++tile)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
             *reinterpret_cast<float4 *>(&smem.z[S.part()][8 * tile + 2 * S.c() + e][S.column()]) =
-                make_float4(sum[0][tile][e], sum[0][tile][e + 2], sum[1][tile][e], sum[1][tile][e + 2]);
+                make_float4(total[0][tile][e], total[0][tile][e + 2], total[1][tile][e], total[1][tile][e + 2]);
 }
 
 // u and o of the thread's column.
