@@ -11,7 +11,8 @@
 // (lane / 4, lane % 4) has columns 4g + j and rows 16 s + 4c + i of K (V-first in bf16, 16 bytes a load: 32 (s / 2) + 8c +
 // 4 (s % 2) + i), i, j < 4. The state is the left operand, so that 8 rows of tokens are one product: k and q of 4 tokens.
 //   few states   kParts = 4: 32 columns a CTA, whose warps' sums meet in shared memory.
-//   many states  a state a CTA, several CTAs an SM; each asks for a later state to be brought to L2 (delta_decode_one.cuh).
+//   many states  a whole state, several CTAs an SM, which walk over the states: the loads of the next state and draft are on their
+//                way while the present one's u and o and the next one's X are computed.
 //
 // KDA: with E_i = e^(G_i - c), X = (k_i E_i, q_i E_i) and Y = k_j / E_j in fp32, for a constant c in the middle of what G can be,
 // T lower_bound / 2: |G - c| <= 40 in natural units. GDN: X = (k_i, q_i), the decays multiply products.
@@ -20,245 +21,9 @@
 //            all: X S . barrier . a thread a column: u by substitution, o
 #pragma once
 #include "common/device_guard.h"
-#include "delta_decode_one.cuh"
-#include "ptx/cp_async.cuh"
-#include "ptx/math.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/shared.cuh"
+#include "verify_tokens.cuh"
 
 namespace linattn::cuda::delta_verify {
-
-using delta_decode_one::Choices;
-using delta_decode_one::HeadView;
-using delta_decode_one::Options;
-using delta_decode_one::Row;
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-template <bool kKdaGate, class StateT, bool kVFirstOrder, int kMostTokens, int kWarpsOfColumn, int kCtas>
-struct Config {
-    static constexpr int D = 128, R = kMostTokens, kParts = kWarpsOfColumn, kResident = kCtas;
-    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
-    using State = StateT;
-    static constexpr bool kF32 = sizeof(State) == 4;
-    static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-    static constexpr int kWidth = 32 * kWarps / kParts, kSlices = D / kWidth;
-    static constexpr int kSteps = D / kParts / 16;      // 16 rows of K each, of a warp
-    static constexpr int kTiles = R / 4;                // 8 rows of X each
-    static constexpr bool kWide = kVFirst && !kF32;     // 8 rows of K side by side in a lane
-    static constexpr int kXRow = D + (kWide ? 4 : 16);  // floats; a fragment's loads without bank conflicts
-    static constexpr int kZRow = kWidth + 4;
-};
-
-// Of a tensor [B,T,HV,..]; strides in bytes.
-struct TokenView {
-    char *data;
-    uint32_t batch, token, head;
-    __device__ __forceinline__ char *at(uint32_t n, uint32_t t, uint32_t h) const {
-        return data + uint64_t{n} * batch + uint64_t{t} * token + uint64_t{h} * head;
-    }
-};
-
-// What of DeltaParams the call needs: one line of 256 bytes, as in delta_decode_one.cuh.
-struct Params {
-    Options options;
-    uint32_t rows, key_of;  // of the pool; key head = head key_of >> 16
-    float scale, lower_bound;
-    uint32_t ahead, tokens;
-    uint32_t read_stride;
-    char *state;
-    uint32_t state_row, state_head;
-    TokenView q, k, v, g, beta, o;
-    HeadView A_log, dt_bias;
-    const char *read;
-};
-static_assert(sizeof(Params) <= 256 - 16, "parameters start 16 bytes into a line");
-
-template <class C>
-struct Smem {
-    struct Raw {  // as copied
-        alignas(16) uint16_t k[C::R][C::D], q[C::R][C::D];
-        uint32_t g[C::kKda ? C::R : 1][C::D];
-    };
-    union {
-        Raw raw;
-        alignas(16) float z[C::kParts][2 * C::R][C::kZRow];  // X S, of each part of K
-    };
-    alignas(16) uint16_t v[C::R][C::kWidth];
-    alignas(16) float x[2 * C::R][C::kXRow];            // rows of k, rows of q
-    alignas(16) float y[C::kKda ? C::R : 1][C::kXRow];  // KDA; GDN has k itself
-    alignas(16) float in[2][C::R][C::R];                // [..][j][i]: factors of u_j in -u_i and in o_i
-    float4 factor[C::R];                                // of v and k S in u; of q S in o
-    float G[C::R], beta[C::R], norm[2 * C::R];          // G in log2 units
-};
-
-// Copies of q, k, v and KDA's g: 16 threads a token.
-template <class C>
-__device__ __forceinline__ void copy_tokens(const Params &p, const Choices &c, Smem<C> &smem, uint32_t n, uint32_t head,
-                                            uint32_t v_cta) {
-    uint32_t key = head * p.key_of >> 16, chunk = threadIdx.x % 16;
-#pragma unroll
-    for (uint32_t first = 0; first < C::R; first += 8) {
-        uint32_t t = first + threadIdx.x / 16;
-        if (t >= p.tokens) break;
-        auto copy = [&](void *to, const char *from, uint32_t i) {
-            ptx::cp_async_16(ptx::shared_address(static_cast<char *>(to) + 16 * i), from + 16 * i);
-        };
-        copy(smem.raw.k[t], p.k.at(n, t, key), chunk);
-        copy(smem.raw.q[t], p.q.at(n, t, key), chunk);
-        if constexpr (C::kKda) {
-            copy(smem.raw.g[t], p.g.at(n, t, head), chunk);
-            if (c.g.dtype == DType::F32) copy(smem.raw.g[t], p.g.at(n, t, head), chunk + 16);
-        }
-        if (chunk < C::kWidth / 8) copy(smem.v[t], p.v.at(n, t, head) + 2 * v_cta, chunk);
-    }
-    ptx::cp_async_commit_group();
-}
-
-// beta and GDN's log decays, by one warp, a lane a token; as loaded, then in shared memory.
-template <class C>
-struct Scalars {
-    uint32_t beta = 0, g = 0, bias = 0, a_log = 0;
-
-    __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
-        uint32_t t = threadIdx.x;
-        if (t >= p.tokens) return;
-        beta = c.beta.load(p.beta.at(n, t, head));
-        if constexpr (!C::kKda) {
-            g = c.g.load(p.g.at(n, t, head));
-            if (c.dt_bias) bias = c.dt_bias.load(p.dt_bias.at(head));
-            if (c.A_log) a_log = c.A_log.load(p.A_log.at(head));
-        }
-    }
-    __device__ __forceinline__ void finish(const Params &p, const Choices &c, Smem<C> &smem) const {
-        uint32_t t = threadIdx.x;
-        bool valid = t < p.tokens;
-        if (t < C::R) smem.beta[t] = valid ? beta_value(c, beta) : 0.0f;
-        if constexpr (!C::kKda) {
-            float G = valid ? kLog2e * log_decay(c, gate_input(c, g, bias), gate_amplitude(c, a_log)) : 0.0f;
-            if (G < -128.0f) G = -128.0f;  // 0 as a factor, and -inf - -inf is none
-#pragma unroll
-            for (int distance = 1; distance < C::R; distance *= 2) {
-                float before = __shfl_up_sync(0xffffffffu, G, distance);
-                if (t % 32 >= distance) G += before;
-            }
-            if (t < C::R) smem.G[t] = G;
-        }
-    }
-};
-
-// KDA's gate of the thread's channel, as loaded.
-struct ChannelGate {
-    uint32_t bias = 0, a_log = 0;
-    __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t head) {
-        if (c.dt_bias) bias = c.dt_bias.load(p.dt_bias.at(head), threadIdx.x);
-        if (c.A_log) a_log = c.A_log.load(p.A_log.at(head));
-    }
-};
-
-// Operands are cut to tf32, 10 bits behind the point: a factor that makes it rounding on average, in one instruction.
-constexpr float kRoundUp = 1.0f + 0.6931472f / 2048;
-constexpr float kLog2RoundUp = 0.6931472f / 2048 * kLog2e;
-
-// c of KDA in log2 units.
-__device__ __forceinline__ float middle(const Params &p) {
-    return 0.5f * kLog2e * p.lower_bound * static_cast<float>(p.tokens);
-}
-
-template <bool kBf16>
-__device__ __forceinline__ float wide(uint16_t x) {
-    return kBf16 ? __uint_as_float(uint32_t{x} << 16) : __half2float(__ushort_as_half(x));
-}
-
-// X, Y and the factors of qk_l2norm. Rows past T are computed from what happens to be there: they stay among themselves.
-template <class C, bool kBf16>
-__device__ __forceinline__ void prepare_rows(const Choices &c, Smem<C> &smem) {  // 16 lanes a row
-#pragma unroll
-    for (uint32_t first = 0; first < 2 * C::R; first += 8) {
-        uint32_t row = first + threadIdx.x / 16, lane = threadIdx.x % 16;
-        float x[8];
-        unpack8(*reinterpret_cast<const uint4 *>(&(row < C::R ? smem.raw.k[row] : smem.raw.q[row - C::R])[8 * lane]), kBf16, x);
-        if constexpr (!C::kKda) store8(&smem.x[row][8 * lane], x);
-        if (!c.qk_l2norm) continue;
-        float xx = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) xx += x[i] * x[i];
-        xx = sum_over<16>(xx);
-        if (lane == 0) smem.norm[row] = rsqrtf(xx + 1e-6f);
-    }
-    if (!c.qk_l2norm && threadIdx.x < 2 * C::R) smem.norm[threadIdx.x] = 1.0f;
-}
-
-template <class C, bool kBf16, bool kF32Gate>
-__device__ __forceinline__ void prepare_channel(const Params &p, const Choices &c, Smem<C> &smem, const ChannelGate &gate) {
-    uint32_t d = threadIdx.x;
-    float slope = -kLog2e * gate_amplitude(c, gate.a_log), offset = slope * (c.dt_bias ? float_of(c.dt_bias, gate.bias) : 0.0f);
-    float bound = kLog2e * p.lower_bound, G = -middle(p);
-#pragma unroll
-    for (int first = 0; first < C::R; first += 4) {
-        if (first >= static_cast<int>(p.tokens)) break;
-#pragma unroll
-        for (int t = first; t < first + 4; ++t) {
-            float z =
-                kF32Gate ? __uint_as_float(smem.raw.g[t][d]) : wide<kBf16>(reinterpret_cast<uint16_t *>(smem.raw.g[t])[d]);
-            G = fmaf(bound, ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(fmaf(slope, z, offset))), G);
-            float E = ptx::ex2_approx_ftz(G + kLog2RoundUp), k = wide<kBf16>(smem.raw.k[t][d]);
-            smem.x[t][d] = k * E;
-            smem.x[C::R + t][d] = wide<kBf16>(smem.raw.q[t][d]) * E;
-            smem.y[t][d] = k * ptx::ex2_approx_ftz(kLog2RoundUp - G);
-        }
-    }
-}
-
-template <class C>
-__device__ __forceinline__ void prepare_tokens(const Params &p, const Choices &c, Smem<C> &smem, const ChannelGate &gate) {
-    bool bf16 = c.q.dtype == DType::BF16;
-    bf16 ? prepare_rows<C, true>(c, smem) : prepare_rows<C, false>(c, smem);
-    if constexpr (C::kKda) {
-        if (c.g.dtype == DType::F32)
-            bf16 ? prepare_channel<C, true, true>(p, c, smem, gate) : prepare_channel<C, false, true>(p, c, smem, gate);
-        else
-            bf16 ? prepare_channel<C, true, false>(p, c, smem, gate) : prepare_channel<C, false, false>(p, c, smem, gate);
-    }
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], float b0, float b1) {
-    ptx::mma_m16n8k8_tf32(d, a, __float_as_uint(b0), __float_as_uint(b1));
-}
-
-// A tile of the products of tokens, to their factors in u and o. With 16 tokens each warp has one of four tiles; else there is one.
-template <class C>
-__device__ __forceinline__ void multiply_tokens(const Params &p, Smem<C> &smem, int tile) {
-    int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    const float (&right)[C::kKda ? C::R : 2 * C::R][C::kXRow] = [&]() -> auto & {
-        if constexpr (C::kKda)
-            return smem.y;
-        else
-            return smem.x;
-    }();
-    int j_first = C::R == 16 ? 8 * (tile % 2) : 0, row = C::R == 16 ? 16 * (tile / 2) + g : g;
-    const float *left = smem.x[row], *other = smem.x[row + (C::R == 4 ? 0 : 8)], *k = right[j_first + (C::R == 4 ? g % 4 : g)];
-    float sum[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < C::D / 16; ++s) {
-        float4 a = *reinterpret_cast<const float4 *>(left + 16 * s + 4 * c),
-               b = *reinterpret_cast<const float4 *>(k + 16 * s + 4 * c);
-        float4 a8 = C::R == 4 ? make_float4(0, 0, 0, 0) : *reinterpret_cast<const float4 *>(other + 16 * s + 4 * c);
-        uint32_t low[4] = {__float_as_uint(a.x), __float_as_uint(a8.x), __float_as_uint(a.y), __float_as_uint(a8.y)},
-                 high[4] = {__float_as_uint(a.z), __float_as_uint(a8.z), __float_as_uint(a.w), __float_as_uint(a8.w)};
-        mma(sum[0], low, b.x, b.y);
-        mma(sum[1], high, b.z, b.w);
-    }
-#pragma unroll
-    for (int e = 0; e < (C::R == 4 ? 2 : 4); ++e) {
-        int of_q = C::R == 16 ? tile / 2 : C::R == 8 ? e / 2 : g / 4;
-        int i = C::R == 16 ? g + 8 * (e / 2) : g % C::R, j = j_first + 2 * c + e % 2;
-        if (j >= C::R) continue;
-        float x = (sum[0][e] + sum[1][e]) * smem.norm[j] * smem.norm[of_q * C::R + i] * (of_q ? p.scale : smem.beta[i]);
-        if constexpr (!C::kKda) x *= ptx::ex2_approx_ftz(smem.G[i] - smem.G[j]);
-        smem.in[of_q][j][i] = j < i + of_q ? x : 0.0f;
-    }
-}
 
 // A lane's part of the state.
 template <class C>
@@ -297,35 +62,34 @@ struct Share {
 
 // X S of the lane's part. K in quarters, whose sums are added in the order of solve(), so that bits do not depend on kParts.
 template <class C>
-__device__ __forceinline__ void multiply_state(Smem<C> &smem, const Share<C> &S) {
-    float total[2][C::kTiles][4];
+__device__ __forceinline__ void multiply_state(const Smem<C> &smem, const Share<C> &S, float (&total)[2][C::kTiles][4]) {
 #pragma unroll
     for (int first = 0; first < C::kSteps; first += 2) {
-        float sum[2][C::kTiles][4] = {};
 #pragma unroll
-        for (int step = first; step < first + 2; ++step) {
-            float4 x[C::kTiles];
+        for (int tile = 0; tile < C::kTiles; ++tile) {
+            float sum[2][4] = {};
 #pragma unroll
-            for (int tile = 0; tile < C::kTiles; ++tile)
-                x[tile] = *reinterpret_cast<const float4 *>(&smem.x[8 * tile + S.g()][S.row(step)]);
+            for (int step = first; step < first + 2; ++step) {
+                float4 x = *reinterpret_cast<const float4 *>(&smem.x[8 * tile + S.g()][S.row(step)]);
 #pragma unroll
-            for (int i = 0; i < 4; i += 2)
+                for (int i = 0; i < 4; i += 2)
 #pragma unroll
-                for (int j = 0; j < 4; j += 2) {
-                    uint32_t a[4] = {S.operand(step, i, j), S.operand(step, i, j + 1), S.operand(step, i + 1, j),
-                                     S.operand(step, i + 1, j + 1)};
+                    for (int j = 0; j < 4; j += 2) {
+                        uint32_t a[4] = {S.operand(step, i, j), S.operand(step, i, j + 1), S.operand(step, i + 1, j),
+                                         S.operand(step, i + 1, j + 1)};
+                        mma(sum[j / 2], a, i ? x.z : x.x, i ? x.w : x.y);
+                    }
+            }
 #pragma unroll
-                    for (int tile = 0; tile < C::kTiles; ++tile)
-                        mma(sum[j / 2][tile], a, i ? x[tile].z : x[tile].x, i ? x[tile].w : x[tile].y);
-                }
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) total[m][tile][e] = first ? total[m][tile][e] + sum[m][e] : sum[m][e];
         }
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int tile = 0; tile < C::kTiles; ++tile)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) total[m][tile][e] = first ? total[m][tile][e] + sum[m][tile][e] : sum[m][tile][e];
     }
+}
+
+template <class C>
+__device__ __forceinline__ void store_products(Smem<C> &smem, const Share<C> &S, const float (&total)[2][C::kTiles][4]) {
 #pragma unroll
     for (int tile = 0; tile < C::kTiles; ++tile)
 #pragma unroll
@@ -334,41 +98,48 @@ __device__ __forceinline__ void multiply_state(Smem<C> &smem, const Share<C> &S)
                 make_float4(total[0][tile][e], total[0][tile][e + 2], total[1][tile][e], total[1][tile][e + 2]);
 }
 
-// u and o of the thread's column.
-template <class C, bool kBf16>
-__device__ __forceinline__ void solve(const Params &p, const Smem<C> &smem, char *to) {
+// u of the thread's column by substitution, then o.
+template <class C>
+__device__ __forceinline__ void solve(const Params &p, const Choices &c, const Smem<C> &smem, int turn, char *to) {
     uint32_t column = threadIdx.x;
-    float u[C::R], o[C::R];
+    bool bf16 = c.q.dtype == DType::BF16;
+    auto product = [&](int row) {
+        float z = smem.z[0][row][column];
+#pragma unroll
+        for (int part = 1; part < C::kParts; ++part) z += smem.z[part][row][column];
+        return z;
+    };
+    float u[C::R];
 #pragma unroll
     for (int t = 0; t < C::R; ++t) {
-        float z[2];
-#pragma unroll
-        for (int of_q = 0; of_q < 2; ++of_q) {
-            z[of_q] = smem.z[0][of_q * C::R + t][column];
-#pragma unroll
-            for (int part = 1; part < C::kParts; ++part) z[of_q] += smem.z[part][of_q * C::R + t][column];
-        }
+        uint16_t raw = smem.v[turn][t][column];
         float4 factor = smem.factor[t];
-        u[t] = factor.x * wide<kBf16>(smem.v[t][column]) - factor.y * z[0], o[t] = factor.z * z[1];
+        u[t] = factor.x * (bf16 ? wide<true>(raw) : wide<false>(raw)) - factor.y * product(t);
     }
 #pragma unroll
-    for (int j = 0; j < C::R; ++j)
+    for (int j = 0; j + 1 < C::R; ++j)
 #pragma unroll
-        for (int first = j / 4 * 4; first < C::R; first += 4) {
-            float4 lower = *reinterpret_cast<const float4 *>(&smem.in[0][j][first]),
-                   upper = *reinterpret_cast<const float4 *>(&smem.in[1][j][first]);
-            const float in_u[4] = {lower.x, lower.y, lower.z, lower.w}, in_o[4] = {upper.x, upper.y, upper.z, upper.w};
+        for (int first = (j + 1) / 4 * 4; first < C::R; first += 4) {
+            float4 x = ptx::ld_shared_v4_f32(ptx::shared_address(&smem.in_u[j][first]));
+            const float in_u[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < 4; ++i)
                 if (first + i > j) u[first + i] = fmaf(-in_u[i], u[j], u[first + i]);
-                if (first + i >= j) o[first + i] = fmaf(in_o[i], u[j], o[first + i]);
-            }
         }
     uint16_t *of_column = reinterpret_cast<uint16_t *>(to) + column;
 #pragma unroll
     for (int t = 0; t < C::R; ++t) {
         if (t >= static_cast<int>(p.tokens)) break;
-        *of_column = kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(o[t])) : __half_as_ushort(__float2half_rn(o[t]));
+        float o = smem.factor[t].z * product(C::R + t);
+#pragma unroll
+        for (int first = 0; first <= t; first += 4) {
+            float4 x = ptx::ld_shared_v4_f32(ptx::shared_address(&smem.in_o[t][first]));
+            const float in_o[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (first + j <= t) o = fmaf(in_o[j], u[first + j], o);
+        }
+        *of_column = bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(o)) : __half_as_ushort(__float2half_rn(o));
         of_column += p.o.token / 2;
     }
 }
@@ -377,52 +148,89 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
-    uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
+    constexpr bool kMany = C::kParts == 1;
     Choices c(p.options, p.lower_bound);
-    auto read_row = [&](uint32_t of) {
-        return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, of) : Row(of);
+    uint32_t n = kMany ? blockIdx.x / p.heads : blockIdx.y, head = kMany ? blockIdx.x % p.heads : blockIdx.x / C::kSlices;
+    uint32_t v_cta = kMany ? 0 : blockIdx.x % C::kSlices * C::kWidth;
+    uint32_t step_n = kMany ? gridDim.x / p.heads : 0, step_head = kMany ? gridDim.x % p.heads : 0;
+    auto read_row = [&] {
+        return p.read && n < p.sequences ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
     };
-    Row row = read_row(n);
-    copy_tokens(p, c, smem, n, head, v_cta);
+    auto advance = [&] {
+        n += step_n, head += step_head;
+        if (head >= p.heads) head -= p.heads, ++n;
+    };
+    auto outputs = [&] { return p.o.at(n, 0, head) + 2 * v_cta; };
+    Row row = read_row();
+    auto find = [&] {  // on to an item that is no padding
+        while (n < p.sequences && !row.within(p.rows)) {
+            if (threadIdx.x < C::kWidth)
+                for (uint32_t t = 0; t < p.tokens; ++t)
+                    reinterpret_cast<uint16_t *>(outputs() + uint64_t{p.o.token} * t)[threadIdx.x] = 0;
+            if (!kMany) return false;
+            advance();
+            row = read_row();
+        }
+        return n < p.sequences;
+    };
     Scalars<C> scalars;
     ChannelGate gate;
-    if (threadIdx.x < 32) scalars.fetch(p, c, n, head);
-    if constexpr (C::kKda) gate.fetch(p, c, head);
-    char *o = p.o.at(n, 0, head) + 2 * v_cta;
-    if (!row.within(p.rows)) {
-        if (threadIdx.x < C::kWidth)
-            for (uint32_t t = 0; t < p.tokens; ++t) reinterpret_cast<uint16_t *>(o + uint64_t{p.o.token} * t)[threadIdx.x] = 0;
+    auto fetch_tokens = [&](int turn) {
+        copy_tokens(p, c, smem, n, head, v_cta, turn);
+        if (threadIdx.x < 32) scalars.fetch(p, c, n, head);
+        if constexpr (C::kKda) gate.fetch(p, c, head);
+    };
+    Share<C> S;
+    auto fetch_state = [&] {
+        S.fetch(reinterpret_cast<const typename C::State *>(p.state + uint64_t{row.low} * p.state_row +
+                                                            uint64_t{head} * p.state_head) +
+                v_cta * (C::kVFirst ? C::D : 1));
+    };
+    if (!kMany) fetch_tokens(0);  // while the table is on its way
+    if (!find()) {
         ptx::cp_async_wait_group<0>();
         return;
     }
-    char *of_head = p.state + uint64_t{head} * p.state_head;
-    Share<C> S;
-    S.fetch(reinterpret_cast<const typename C::State *>(of_head + uint64_t{row.low} * p.state_row) +
-            v_cta * (C::kVFirst ? C::D : 1));
-    if (C::kParts == 1 && p.ahead && threadIdx.x == C::kThreads - 1 && n + p.ahead < gridDim.y)
-        if (Row next = read_row(n + p.ahead); next.within(p.rows))
-            ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row, C::D * C::D * sizeof(typename C::State));
-    if (threadIdx.x < 32) scalars.finish(p, c, smem);
-    ptx::cp_async_wait_group<0>();
-    __syncthreads();
-    prepare_tokens(p, c, smem, gate);
-    __syncthreads();
-    if (uint32_t t = threadIdx.x; t < C::R) {
-        float decay = ptx::ex2_approx_ftz(C::kKda ? middle(p) : smem.G[t]), beta = smem.beta[t];
-        smem.factor[t] = make_float4(beta, beta * smem.norm[t] * decay, p.scale * smem.norm[C::R + t] * decay, 0.0f);
+    if (kMany) fetch_tokens(0);
+    fetch_state();
+    for (int turn = 0;; turn ^= 1) {
+        if (threadIdx.x < 32) scalars.finish(p, c, smem);
+        ptx::cp_async_wait_group<0>();
+        __syncthreads();
+        char *o = outputs();
+        if (kMany) {
+            advance();
+            row = read_row();
+        }
+        prepare_tokens(p, c, smem, gate);
+        __syncthreads();
+        if (uint32_t t = threadIdx.x; t < C::R) {
+            float decay = ptx::ex2_approx_ftz(C::kKda ? middle(p) : smem.G[t]), beta = smem.beta[t];
+            smem.factor[t] = make_float4(beta, beta * smem.norm[t] * decay, p.scale * smem.norm[C::R + t] * decay, 0.0f);
+        }
+        bool more = kMany && find();
+        if (more) fetch_tokens(turn ^ 1);
+        int tile = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
+        if (C::R == 16 || tile == 0) multiply_tokens(p, smem, tile);
+        float products[2][C::kTiles][4];
+        multiply_state(smem, S, products);
+        if (C::kZInX) __syncthreads();
+        store_products(smem, S, products);
+        if (more)
+            fetch_state();
+        else
+            S = {};  // what was there is not kept
+        __syncthreads();
+        if (threadIdx.x < C::kWidth) solve(p, c, smem, turn, o);
+        if (!more) return;
     }
-    int tile = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
-    if (C::R == 16 || tile == 0) multiply_tokens(p, smem, tile);
-    multiply_state(smem, S);
-    __syncthreads();
-    if (threadIdx.x >= C::kWidth) return;
-    c.q.dtype == DType::BF16 ? solve<C, true>(p, smem, o) : solve<C, false>(p, smem, o);
 }
 
 // Whether the call is one for this kernel: outputs of a chain alone; KDA: gates within what fp32 can undo.
 inline bool fits(const DeltaParams &p) {
     if (p.op != Op::Verify || p.K != 128 || p.V != 128 || p.T < 1 || p.T > 16 || p.cu_seqlens || p.parents || p.write_indices ||
-        p.kept_k || p.kept_u || p.kept_g || p.N > 65535 || p.P > INT32_MAX || p.HV * (p.HV / p.H) >= 65536)
+        p.kept_k || p.kept_u || p.kept_g || p.N > 65535 || p.N * p.HV > INT32_MAX || p.P > INT32_MAX ||
+        p.HV * (p.HV / p.H) >= 65536)
         return false;
     for (const Tensor *t : {&p.q, &p.k, &p.v, &p.g, &p.beta, &p.o, &p.A_log, &p.dt_bias, &p.state_in, &p.read_indices})
         for (int i = 0; i < 3; ++i)
@@ -450,15 +258,19 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     x.rows = static_cast<uint32_t>(p.P), x.key_of = static_cast<uint32_t>((65536 + ratio - 1) / ratio);
     x.scale = static_cast<float>(p.scale), x.lower_bound = static_cast<float>(p.lower_bound);
     x.tokens = static_cast<uint32_t>(p.T);
-    if (C::kParts == 1 && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
-        x.ahead = static_cast<uint32_t>(delta_decode_one::kAheadBytes / (p.HV * C::D * C::D * sizeof(typename C::State)));
+    x.heads = static_cast<uint32_t>(p.HV), x.sequences = static_cast<uint32_t>(p.N);
     x.state = p.state_in.data, x.state_row = stride(p.state_in, 0), x.state_head = stride(p.state_in, 1);
     x.q = view(p.q), x.k = view(p.k), x.v = view(p.v), x.g = view(p.g), x.beta = view(p.beta), x.o = view(p.o);
     x.A_log = {p.A_log.data, stride(p.A_log, 0)}, x.dt_bias = {p.dt_bias.data, stride(p.dt_bias, 0)};
     x.read = p.read_indices.data, x.read_stride = stride(p.read_indices, 0);
     LaunchConfig config;
-    config.grid.x = p.HV * C::kSlices;
-    config.grid.y = p.N;
+    if (C::kParts == 1) {  // all CTAs at once, with the same number of items as far as it goes
+        const int64_t items = p.N * p.HV, most = int64_t{C::kResident} * multiprocessors, turns = (items + most - 1) / most;
+        config.grid.x = (items + turns - 1) / turns;
+    } else {
+        config.grid.x = p.HV * C::kSlices;
+        config.grid.y = p.N;
+    }
     config.block.x = C::kThreads;
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(p.stream);
@@ -467,7 +279,7 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
 
 template <bool kKda, class State, bool kVFirst, int R>
 void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    constexpr int kCtas = sizeof(State) == 4 ? 3 : R == 16 ? 4 : 5;
+    constexpr int kCtas = sizeof(State) == 4 ? 3 : R == 4 ? 5 : 4;  // as registers allow
     if (p.N * p.HV * 4 <= 2 * multiprocessors)
         launch_config<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
     else
