@@ -11,8 +11,7 @@
 // (lane / 4, lane % 4) has columns 4g + j and rows 16 s + 4c + i of K (V-first in bf16, 16 bytes a load: 32 (s / 2) + 8c +
 // 4 (s % 2) + i), i, j < 4. The state is the left operand, so that 8 rows of tokens are one product: k and q of 4 tokens.
 //   few states   kParts = 4: 32 columns a CTA, whose warps' sums meet in shared memory.
-//   many states  a whole state, several CTAs an SM, which walk over the states: the loads of the next state and draft are on their
-//                way while the present one's u and o and the next one's X are computed.
+//   many states  a state a CTA, several CTAs an SM; each asks for a later state to be brought to L2 (delta_decode_one.cuh).
 //
 // KDA: with E_i = e^(G_i - c), X = (k_i E_i, q_i E_i) and Y = k_j / E_j in fp32, for a constant c in the middle of what G can be,
 // T lower_bound / 2: |G - c| <= 40 in natural units. GDN: X = (k_i, q_i), the decays multiply products.
@@ -62,34 +61,35 @@ struct Share {
 
 // X S of the lane's part. K in quarters, whose sums are added in the order of solve(), so that bits do not depend on kParts.
 template <class C>
-__device__ __forceinline__ void multiply_state(const Smem<C> &smem, const Share<C> &S, float (&total)[2][C::kTiles][4]) {
+__device__ __forceinline__ void multiply_state(Smem<C> &smem, const Share<C> &S) {
+    float total[2][C::kTiles][4];
 #pragma unroll
     for (int first = 0; first < C::kSteps; first += 2) {
+        float sum[2][C::kTiles][4] = {};
 #pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-            float sum[2][4] = {};
+        for (int step = first; step < first + 2; ++step) {
+            float4 x[C::kTiles];
 #pragma unroll
-            for (int step = first; step < first + 2; ++step) {
-                float4 x = *reinterpret_cast<const float4 *>(&smem.x[8 * tile + S.g()][S.row(step)]);
+            for (int tile = 0; tile < C::kTiles; ++tile)
+                x[tile] = *reinterpret_cast<const float4 *>(&smem.x[8 * tile + S.g()][S.row(step)]);
 #pragma unroll
-                for (int i = 0; i < 4; i += 2)
+            for (int i = 0; i < 4; i += 2)
 #pragma unroll
-                    for (int j = 0; j < 4; j += 2) {
-                        uint32_t a[4] = {S.operand(step, i, j), S.operand(step, i, j + 1), S.operand(step, i + 1, j),
-                                         S.operand(step, i + 1, j + 1)};
-                        mma(sum[j / 2], a, i ? x.z : x.x, i ? x.w : x.y);
-                    }
-            }
+                for (int j = 0; j < 4; j += 2) {
+                    uint32_t a[4] = {S.operand(step, i, j), S.operand(step, i, j + 1), S.operand(step, i + 1, j),
+                                     S.operand(step, i + 1, j + 1)};
 #pragma unroll
-            for (int m = 0; m < 2; ++m)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) total[m][tile][e] = first ? total[m][tile][e] + sum[m][e] : sum[m][e];
+                    for (int tile = 0; tile < C::kTiles; ++tile)
+                        mma(sum[j / 2][tile], a, i ? x[tile].z : x[tile].x, i ? x[tile].w : x[tile].y);
+                }
         }
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int tile = 0; tile < C::kTiles; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) total[m][tile][e] = first ? total[m][tile][e] + sum[m][tile][e] : sum[m][tile][e];
     }
-}
-
-template <class C>
-__device__ __forceinline__ void store_products(Smem<C> &smem, const Share<C> &S, const float (&total)[2][C::kTiles][4]) {
 #pragma unroll
     for (int tile = 0; tile < C::kTiles; ++tile)
 #pragma unroll
@@ -98,49 +98,55 @@ __device__ __forceinline__ void store_products(Smem<C> &smem, const Share<C> &S,
                 make_float4(total[0][tile][e], total[0][tile][e + 2], total[1][tile][e], total[1][tile][e + 2]);
 }
 
-// u of the thread's column by substitution, then o.
+// u of the thread's column by substitution, and o, four tokens at a time. Loops are loops: code that runs once comes slower than data.
 template <class C>
-__device__ __forceinline__ void solve(const Params &p, const Choices &c, const Smem<C> &smem, int turn, char *to) {
+__device__ __forceinline__ void solve(const Params &p, const Choices &c, Smem<C> &smem, char *to) {
     uint32_t column = threadIdx.x;
     bool bf16 = c.q.dtype == DType::BF16;
-    auto product = [&](int row) {
-        float z = smem.z[0][row][column];
-#pragma unroll
-        for (int part = 1; part < C::kParts; ++part) z += smem.z[part][row][column];
-        return z;
-    };
-    float u[C::R];
-#pragma unroll
-    for (int t = 0; t < C::R; ++t) {
-        uint16_t raw = smem.v[turn][t][column];
-        float4 factor = smem.factor[t];
-        u[t] = factor.x * (bf16 ? wide<true>(raw) : wide<false>(raw)) - factor.y * product(t);
-    }
-#pragma unroll
-    for (int j = 0; j + 1 < C::R; ++j)
-#pragma unroll
-        for (int first = (j + 1) / 4 * 4; first < C::R; first += 4) {
-            float4 x = ptx::ld_shared_v4_f32(ptx::shared_address(&smem.in_u[j][first]));
-            const float in_u[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (first + i > j) u[first + i] = fmaf(-in_u[i], u[j], u[first + i]);
-        }
     uint16_t *of_column = reinterpret_cast<uint16_t *>(to) + column;
+#pragma unroll 1
+    for (int first = 0; first < static_cast<int>(p.tokens); first += 4) {
+        float u[4], o[4];
 #pragma unroll
-    for (int t = 0; t < C::R; ++t) {
-        if (t >= static_cast<int>(p.tokens)) break;
-        float o = smem.factor[t].z * product(C::R + t);
+        for (int i = 0; i < 4; ++i) {
+            float z[2];
 #pragma unroll
-        for (int first = 0; first <= t; first += 4) {
-            float4 x = ptx::ld_shared_v4_f32(ptx::shared_address(&smem.in_o[t][first]));
-            const float in_o[4] = {x.x, x.y, x.z, x.w};
+            for (int of_q = 0; of_q < 2; ++of_q) {
+                z[of_q] = smem.z[0][of_q * C::R + first + i][column];
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (first + j <= t) o = fmaf(in_o[j], u[first + j], o);
+                for (int part = 1; part < C::kParts; ++part) z[of_q] += smem.z[part][of_q * C::R + first + i][column];
+            }
+            float4 factor = smem.factor[first + i];
+            uint16_t v = smem.v[first + i][column];
+            u[i] = factor.x * (bf16 ? wide<true>(v) : wide<false>(v)) - factor.y * z[0], o[i] = factor.z * z[1];
         }
-        *of_column = bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(o)) : __half_as_ushort(__float2half_rn(o));
-        of_column += p.o.token / 2;
+        auto add = [&](int from, int i, const float (&given)[4], int count_u, int count_o) {
+            float4 in_u = *reinterpret_cast<const float4 *>(&smem.in_u[first + i][from]),
+                   in_o = *reinterpret_cast<const float4 *>(&smem.in_o[first + i][from]);
+            const float of_u[4] = {in_u.x, in_u.y, in_u.z, in_u.w}, of_o[4] = {in_o.x, in_o.y, in_o.z, in_o.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (j < count_u) u[i] = fmaf(-of_u[j], given[j], u[i]);
+                if (j < count_o) o[i] = fmaf(of_o[j], given[j], o[i]);
+            }
+        };
+#pragma unroll 1
+        for (int from = 0; from < first; from += 4) {
+            float before[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) before[j] = smem.z[0][from + j][column];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) add(from, i, before, 4, 4);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            add(first, i, u, i, 0);
+            add(first, i, u, 0, i + 1);
+            if constexpr (C::R > 4) smem.z[0][first + i][column] = u[i];
+            if (first + i >= static_cast<int>(p.tokens)) break;
+            *of_column = bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(o[i])) : __half_as_ushort(__float2half_rn(o[i]));
+            of_column += p.o.token / 2;
+        }
     }
 }
 
@@ -148,82 +154,46 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
-    constexpr bool kMany = C::kParts == 1;
+    uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
     Choices c(p.options, p.lower_bound);
-    uint32_t n = kMany ? blockIdx.x / p.heads : blockIdx.y, head = kMany ? blockIdx.x % p.heads : blockIdx.x / C::kSlices;
-    uint32_t v_cta = kMany ? 0 : blockIdx.x % C::kSlices * C::kWidth;
-    uint32_t step_n = kMany ? gridDim.x / p.heads : 0, step_head = kMany ? gridDim.x % p.heads : 0;
-    auto read_row = [&] {
-        return p.read && n < p.sequences ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
+    auto read_row = [&](uint32_t of) {
+        return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, of) : Row(of);
     };
-    auto advance = [&] {
-        n += step_n, head += step_head;
-        if (head >= p.heads) head -= p.heads, ++n;
-    };
-    auto outputs = [&] { return p.o.at(n, 0, head) + 2 * v_cta; };
-    Row row = read_row();
-    auto find = [&] {  // on to an item that is no padding
-        while (n < p.sequences && !row.within(p.rows)) {
-            if (threadIdx.x < C::kWidth)
-                for (uint32_t t = 0; t < p.tokens; ++t)
-                    reinterpret_cast<uint16_t *>(outputs() + uint64_t{p.o.token} * t)[threadIdx.x] = 0;
-            if (!kMany) return false;
-            advance();
-            row = read_row();
-        }
-        return n < p.sequences;
-    };
+    Row row = read_row(n);
+    copy_tokens(p, c, smem, n, head, v_cta);
     Scalars<C> scalars;
     ChannelGate gate;
-    auto fetch_tokens = [&](int turn) {
-        copy_tokens(p, c, smem, n, head, v_cta, turn);
-        if (threadIdx.x < 32) scalars.fetch(p, c, n, head);
-        if constexpr (C::kKda) gate.fetch(p, c, head);
-    };
-    Share<C> S;
-    auto fetch_state = [&] {
-        S.fetch(reinterpret_cast<const typename C::State *>(p.state + uint64_t{row.low} * p.state_row +
-                                                            uint64_t{head} * p.state_head) +
-                v_cta * (C::kVFirst ? C::D : 1));
-    };
-    if (!kMany) fetch_tokens(0);  // while the table is on its way
-    if (!find()) {
+    if (threadIdx.x < 32) scalars.fetch(p, c, n, head);
+    if constexpr (C::kKda) gate.fetch(p, c, head);
+    char *o = p.o.at(n, 0, head) + 2 * v_cta;
+    if (!row.within(p.rows)) {
+#pragma unroll 1
+        for (uint32_t t = 0; t < p.tokens; ++t)
+            if (threadIdx.x < C::kWidth) reinterpret_cast<uint16_t *>(o + uint64_t{p.o.token} * t)[threadIdx.x] = 0;
         ptx::cp_async_wait_group<0>();
         return;
     }
-    if (kMany) fetch_tokens(0);
-    fetch_state();
-    for (int turn = 0;; turn ^= 1) {
-        if (threadIdx.x < 32) scalars.finish(p, c, smem);
-        ptx::cp_async_wait_group<0>();
-        __syncthreads();
-        char *o = outputs();
-        if (kMany) {
-            advance();
-            row = read_row();
-        }
-        prepare_tokens(p, c, smem, gate);
-        __syncthreads();
-        if (uint32_t t = threadIdx.x; t < C::R) {
-            float decay = ptx::ex2_approx_ftz(C::kKda ? middle(p) : smem.G[t]), beta = smem.beta[t];
-            smem.factor[t] = make_float4(beta, beta * smem.norm[t] * decay, p.scale * smem.norm[C::R + t] * decay, 0.0f);
-        }
-        bool more = kMany && find();
-        if (more) fetch_tokens(turn ^ 1);
-        int tile = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
-        if (C::R == 16 || tile == 0) multiply_tokens(p, smem, tile);
-        float products[2][C::kTiles][4];
-        multiply_state(smem, S, products);
-        if (C::kZInX) __syncthreads();
-        store_products(smem, S, products);
-        if (more)
-            fetch_state();
-        else
-            S = {};  // what was there is not kept
-        __syncthreads();
-        if (threadIdx.x < C::kWidth) solve(p, c, smem, turn, o);
-        if (!more) return;
+    char *of_head = p.state + uint64_t{head} * p.state_head;
+    Share<C> S;
+    S.fetch(reinterpret_cast<const typename C::State *>(of_head + uint64_t{row.low} * p.state_row) +
+            v_cta * (C::kVFirst ? C::D : 1));
+    if (C::kParts == 1 && p.ahead && threadIdx.x == C::kThreads - 1 && n + p.ahead < gridDim.y)
+        if (Row next = read_row(n + p.ahead); next.within(p.rows))
+            ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row, C::D * C::D * sizeof(typename C::State));
+    if (threadIdx.x < 32) scalars.finish(p, c, smem);
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();
+    prepare_tokens(p, c, smem, gate);
+    __syncthreads();
+    if (uint32_t t = threadIdx.x; t < C::R) {
+        float decay = ptx::ex2_approx_ftz(C::kKda ? middle(p) : smem.G[t]), beta = smem.beta[t];
+        smem.factor[t] = make_float4(beta, beta * smem.norm[t] * decay, p.scale * smem.norm[C::R + t] * decay, 0.0f);
     }
+    int tile = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
+    if (C::R == 16 || tile == 0) multiply_tokens(p, smem, tile);
+    multiply_state(smem, S);
+    __syncthreads();
+    if (threadIdx.x < C::kWidth) solve(p, c, smem, o);
 }
 
 // Whether the call is one for this kernel: outputs of a chain alone; KDA: gates within what fp32 can undo.
@@ -258,19 +228,15 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     x.rows = static_cast<uint32_t>(p.P), x.key_of = static_cast<uint32_t>((65536 + ratio - 1) / ratio);
     x.scale = static_cast<float>(p.scale), x.lower_bound = static_cast<float>(p.lower_bound);
     x.tokens = static_cast<uint32_t>(p.T);
-    x.heads = static_cast<uint32_t>(p.HV), x.sequences = static_cast<uint32_t>(p.N);
+    if (C::kParts == 1 && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
+        x.ahead = static_cast<uint32_t>(delta_decode_one::kAheadBytes / (p.HV * C::D * C::D * sizeof(typename C::State)));
     x.state = p.state_in.data, x.state_row = stride(p.state_in, 0), x.state_head = stride(p.state_in, 1);
     x.q = view(p.q), x.k = view(p.k), x.v = view(p.v), x.g = view(p.g), x.beta = view(p.beta), x.o = view(p.o);
     x.A_log = {p.A_log.data, stride(p.A_log, 0)}, x.dt_bias = {p.dt_bias.data, stride(p.dt_bias, 0)};
     x.read = p.read_indices.data, x.read_stride = stride(p.read_indices, 0);
     LaunchConfig config;
-    if (C::kParts == 1) {  // all CTAs at once, with the same number of items as far as it goes
-        const int64_t items = p.N * p.HV, most = int64_t{C::kResident} * multiprocessors, turns = (items + most - 1) / most;
-        config.grid.x = (items + turns - 1) / turns;
-    } else {
-        config.grid.x = p.HV * C::kSlices;
-        config.grid.y = p.N;
-    }
+    config.grid.x = p.HV * C::kSlices;
+    config.grid.y = p.N;
     config.block.x = C::kThreads;
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(p.stream);
@@ -279,7 +245,7 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
 
 template <bool kKda, class State, bool kVFirst, int R>
 void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    constexpr int kCtas = sizeof(State) == 4 ? 3 : R == 4 ? 5 : 4;  // as registers allow
+    constexpr int kCtas = sizeof(State) == 4 ? 3 : R == 16 ? 4 : 5;
     if (p.N * p.HV * 4 <= 2 * multiprocessors)
         launch_config<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
     else

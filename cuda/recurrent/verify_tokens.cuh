@@ -29,7 +29,6 @@ struct Config {
     static constexpr bool kWide = kVFirst && !kF32;     // 8 rows of K side by side in a lane
     static constexpr int kXRow = D + (kWide ? 4 : 16);  // floats; a fragment's loads without bank conflicts
     static constexpr int kZRow = kWidth + 4;
-    static constexpr bool kZInX = kParts == 1 && kKda && R == 16;  // four CTAs then fit an SM
 };
 
 // Of a tensor [B,T,HV,..]; strides in bytes.
@@ -46,7 +45,7 @@ struct Params {
     Options options;
     uint32_t rows, key_of;  // of the pool; key head = head key_of >> 16
     float scale, lower_bound;
-    uint32_t tokens, heads, sequences;
+    uint32_t ahead, tokens;  // sequences between a state and the one that is brought to L2 when it is loaded, 0: none
     uint32_t read_stride;
     char *state;
     uint32_t state_row, state_head;
@@ -58,23 +57,17 @@ static_assert(sizeof(Params) <= 256 - 16, "parameters start 16 bytes into a line
 
 template <class C>
 struct Smem {
-    using X = float[2 * C::R][C::kXRow];
-    using Z = float[C::kParts][2 * C::R][C::kZRow];
-    alignas(16) uint16_t k[C::R][C::D], q[C::R][C::D];  // as copied, like g and v
-    alignas(16) uint32_t g[C::kKda ? C::R : 1][C::D];
-    alignas(16) uint16_t v[C::kParts == 1 ? 2 : 1][C::R][C::kWidth];  // two, for the next item's comes early
     union {
-        struct {
-            alignas(16) X x;  // rows of k, rows of q
-            alignas(16) char z_apart[C::kZInX ? 16 : sizeof(Z)];
+        struct {  // as copied, like v
+            alignas(16) uint16_t k[C::R][C::D], q[C::R][C::D];
+            uint32_t g[C::kKda ? C::R : 1][C::D];
         };
-        struct {
-            alignas(16) char x_apart[C::kZInX ? 16 : sizeof(X)];
-            alignas(16) Z z;  // X S, of each part of K
-        };
+        alignas(16) float z[C::kParts][2 * C::R][C::kZRow];  // X S, of each part of K; then u in the rows of k
     };
+    alignas(16) uint16_t v[C::R][C::kWidth];
+    alignas(16) float x[2 * C::R][C::kXRow];               // rows of k, rows of q
     alignas(16) float y[C::kKda ? C::R : 1][C::kXRow];     // KDA; GDN has k itself
-    alignas(16) float in_u[C::R][C::R], in_o[C::R][C::R];  // [j][i] and [i][j]: factors of u_j in -u_i and in o_i
+    alignas(16) float in_u[C::R][C::R], in_o[C::R][C::R];  // [i][j]: factors of u_j in -u_i and in o_i
     float4 factor[C::R];                                   // of v and k S in u; of q S in o
     float G[C::R], beta[C::R], norm[2 * C::R];             // G in log2 units
 };
@@ -82,7 +75,7 @@ struct Smem {
 // Copies of q, k, v and KDA's g: 16 threads a token.
 template <class C>
 __device__ __forceinline__ void copy_tokens(const Params &p, const Choices &c, Smem<C> &smem, uint32_t n, uint32_t head,
-                                            uint32_t v_cta, int turn) {
+                                            uint32_t v_cta) {
     uint32_t key = head * p.key_of >> 16, chunk = threadIdx.x % 16;
 #pragma unroll
     for (uint32_t first = 0; first < C::R; first += 8) {
@@ -97,7 +90,7 @@ __device__ __forceinline__ void copy_tokens(const Params &p, const Choices &c, S
             copy(smem.g[t], p.g.at(n, t, head), chunk);
             if (c.g.dtype == DType::F32) copy(smem.g[t], p.g.at(n, t, head), chunk + 16);
         }
-        if (chunk < C::kWidth / 8) copy(smem.v[turn][t], p.v.at(n, t, head) + 2 * v_cta, chunk);
+        if (chunk < C::kWidth / 8) copy(smem.v[t], p.v.at(n, t, head) + 2 * v_cta, chunk);
     }
     ptx::cp_async_commit_group();
 }
@@ -160,7 +153,7 @@ __device__ __forceinline__ float wide(uint16_t x) {
 // X, Y and the factors of qk_l2norm. Rows past T are computed from what happens to be there: they stay among themselves.
 template <class C, bool kBf16>
 __device__ __forceinline__ void prepare_rows(const Choices &c, Smem<C> &smem) {  // 16 lanes a row
-#pragma unroll
+#pragma unroll 1
     for (uint32_t first = 0; first < 2 * C::R; first += 8) {
         uint32_t row = first + threadIdx.x / 16, lane = threadIdx.x % 16;
         float x[8];
@@ -181,9 +174,8 @@ __device__ __forceinline__ void prepare_channel(const Params &p, const Choices &
     uint32_t d = threadIdx.x;
     float slope = -kLog2e * gate_amplitude(c, gate.a_log), offset = slope * (c.dt_bias ? float_of(c.dt_bias, gate.bias) : 0.0f);
     float bound = kLog2e * p.lower_bound, G = -middle(p);
-#pragma unroll
-    for (int first = 0; first < C::R; first += 4) {
-        if (first >= static_cast<int>(p.tokens)) break;
+#pragma unroll 1
+    for (int first = 0; first < static_cast<int>(p.tokens); first += 4) {
 #pragma unroll
         for (int t = first; t < first + 4; ++t) {
             float z = kF32Gate ? __uint_as_float(smem.g[t][d]) : wide<kBf16>(reinterpret_cast<uint16_t *>(smem.g[t])[d]);
@@ -225,7 +217,7 @@ __device__ __forceinline__ void multiply_tokens(const Params &p, Smem<C> &smem, 
     int j_first = C::R == 16 ? 8 * (tile % 2) : 0, row = C::R == 16 ? 16 * (tile / 2) + g : g;
     const float *left = smem.x[row], *other = smem.x[row + (C::R == 4 ? 0 : 8)], *k = right[j_first + (C::R == 4 ? g % 4 : g)];
     float sum[2][4] = {};
-#pragma unroll
+#pragma unroll 2
     for (int s = 0; s < C::D / 16; ++s) {
         float4 a = *reinterpret_cast<const float4 *>(left + 16 * s + 4 * c),
                b = *reinterpret_cast<const float4 *>(k + 16 * s + 4 * c);
@@ -242,7 +234,7 @@ __device__ __forceinline__ void multiply_tokens(const Params &p, Smem<C> &smem, 
         if (j >= C::R) continue;
         float x = (sum[0][e] + sum[1][e]) * smem.norm[j] * smem.norm[of_q * C::R + i] * (of_q ? p.scale : smem.beta[i]);
         if constexpr (!C::kKda) x *= ptx::ex2_approx_ftz(smem.G[i] - smem.G[j]);
-        *(of_q ? &smem.in_o[i][j] : &smem.in_u[j][i]) = j < i + of_q ? x : 0.0f;
+        (of_q ? smem.in_o : smem.in_u)[i][j] = j < i + of_q ? x : 0.0f;
     }
 }
 
