@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_state(Smem<C> &smem, const Share<C> &S)
                 make_float4(total[0][tile][e], total[0][tile][e + 2], total[1][tile][e], total[1][tile][e + 2]);
 }
 
-// u of the thread's column by substitution, and o, four tokens at a time. Loops are loops: code that runs once comes slower than data.
+// u of the thread's column by substitution, and o, four tokens at a time.
 template <class C>
 __device__ __forceinline__ void solve(const Params &p, const Choices &c, Smem<C> &smem, char *to) {
     uint32_t column = threadIdx.x;
@@ -245,7 +245,7 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
 
 template <bool kKda, class State, bool kVFirst, int R>
 void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    constexpr int kCtas = sizeof(State) == 4 ? 3 : R == 16 ? 4 : 5;
+    constexpr int kCtas = sizeof(State) == 4 ? 3 : 4;
     if (p.N * p.HV * 4 <= 2 * multiprocessors)
         launch_config<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
     else
