@@ -245,7 +245,7 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
 
 template <bool kKda, class State, bool kVFirst, int R>
 void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    constexpr int kCtas = sizeof(State) == 4 ? 3 : 4;
+    constexpr int kCtas = sizeof(State) == 4 || R == 16 ? 3 : 4;
     if (p.N * p.HV * 4 <= 2 * multiprocessors)
         launch_config<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
     else
