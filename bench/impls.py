@@ -85,12 +85,14 @@ def _decode(w: Workload, x: Inputs) -> Prepared:
 def _verify(w: Workload, x: Inputs) -> Prepared:
     import pylinattn
 
-    op, pool = getattr(pylinattn, w.op), x.state.clone()
+    op, pool, keep = getattr(pylinattn, w.op), x.state.clone(), w.variant == "kept"
 
-    def outputs(kept: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def outputs(kept: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The states that committing every token gives, for what was kept is half of the result."""
         if not torch.equal(pool, x.state):
             raise RuntimeError(f"{w.op} changed the pool, which it must leave as it was")
+        if not keep:
+            return kept.o, None
         committed = pool.float()
         accepted = torch.full((w.N,), w.T, dtype=torch.int32, device=pool.device)
         pylinattn.delta_commit(committed, kept.kept_k, kept.kept_u, kept.kept_g, accepted)
@@ -100,7 +102,7 @@ def _verify(w: Workload, x: Inputs) -> Prepared:
     paths: list[str] = []
 
     def call() -> Any:
-        result = op(x.q, x.k, x.v, x.g, x.beta, pool, **_keywords(x))
+        result = op(x.q, x.k, x.v, x.g, x.beta, pool, **_keywords(x), keep=keep)
         if not paths:
             paths.append(pylinattn.last_path())
         return result

@@ -21,6 +21,7 @@ KDA_GATES = ("steep", "slow", "mixed")
 DECODE_BATCHES = (1, 4, 16, 64, 256, 1024)
 VERIFY_TOKENS = (2, 4, 8, 16)
 MAIN_LENGTHS = {*GDN_LENGTHS, *KDA_LENGTHS}  # of the rows that means over a table are taken of
+KEPT = ((64, 4), (64, 16), (256, 4))  # batch, tokens
 VARIANTS = ("fp16", "d64", "vfirst", "pool", "ckpt", "softplus")
 LOWER_BOUND = -5.0
 CHECKPOINT_EVERY = 256
@@ -143,6 +144,8 @@ def _steps(op: str, tokens: tuple[int, ...]) -> list[Workload]:
                     name = f"{bench_name(run, *heads)} {state.replace('f32', 'fp32')}state"
                     gate = "softplus" if gdn else "steep"
                     rows.append(Workload(op, name, gate, *heads, (T,) * B, state=state))
+    if op.endswith("verify"):  # with what delta_commit needs; the others are outputs alone
+        rows += [_varied(w, "kept") for w in rows if w.HV == 32 and (w.N, w.T) in KEPT]
     return rows
 
 
@@ -246,7 +249,7 @@ def floor_bytes(w: Workload, x: Inputs) -> int:
     )  # v twice: o is of its size
     if w.kind != "verify":
         total += size(x.state)
-    else:  # kept_k, kept_u, kept_g in fp32
+    elif w.variant == "kept":  # kept_k, kept_u, kept_g in fp32
         total += 4 * (x.k.numel() + x.v.numel() + x.g.numel())
     if w.variant == "ckpt":
         rows = sum(math.floor(n / CHECKPOINT_EVERY) for n in w.lengths)

@@ -42,4 +42,6 @@ set(LINATTN_CUDA_SOURCES
   cuda/recurrent/delta_decode_gdn.cu
   cuda/recurrent/delta_decode_kda.cu
   cuda/recurrent/delta_recurrent.cu
+  cuda/recurrent/delta_verify_gdn.cu
+  cuda/recurrent/delta_verify_kda.cu
 )

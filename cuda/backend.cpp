@@ -108,8 +108,12 @@ const char *kda_fwd(const DeltaParams &p) {
     return "cuda/chunked";
 }
 
-const char *gdn_verify(const DeltaParams &p) { return gdn_decode(p); }
-const char *kda_verify(const DeltaParams &p) { return kda_decode(p); }
+const char *gdn_verify(const DeltaParams &p) {
+    return fits_decode(p) && gdn_verify_outputs(p, multiprocessors(p.device)) ? "cuda/decode" : gdn_decode(p);
+}
+const char *kda_verify(const DeltaParams &p) {
+    return fits_decode(p) && kda_verify_outputs(p, multiprocessors(p.device)) ? "cuda/decode" : kda_decode(p);
+}
 
 static uint64_t delta_commit_workspace(const CommitParams &p) {
     require_heads("delta_commit", p.K, p.V);

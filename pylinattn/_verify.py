@@ -24,7 +24,7 @@ def _verify(
     A_log: Array | None, dt_bias: Array | None, read_indices: Array | None,
     write_indices: Array | None, parents: Array | None, o: Array | None, kept_k: Array | None,
     kept_u: Array | None, kept_g: Array | None, workspace: Array | None, scale: float | None,
-    lower_bound: float | None, qk_l2norm: bool, gate: str, beta_form: str, checked: bool,
+    lower_bound: float | None, qk_l2norm: bool, gate: str, beta_form: str, keep: bool, checked: bool,
 ) -> Verify:  # fmt: skip
     exchange = exchanges.get(type(q))
     if (
@@ -34,20 +34,25 @@ def _verify(
         and exchange.all_plain(k, v, g)
     ):
         made = [exchange.output(q, v) if o is None else o, kept_k, kept_u, kept_g]
-        if write_indices is None and k is not None and g is not None:
+        if keep and write_indices is None and k is not None and g is not None:
             kept = zip((k, v, g), made[1:], strict=True)
             made[1:] = [exchange.wide(q, x) if mine is None else mine for x, mine in kept]
         tables = (A_log, dt_bias, read_indices, write_indices, parents)
         arrays = (q, k, v, g, beta, state, *tables, *made, workspace)
         options = (scale, lower_bound, qk_l2norm, gate, beta_form, bool(checked))
-        if made[0] is not None and exchange.run(op, arrays, *options):
+        plain = made[0] is not None and (keep or all(x is None for x in made[1:]))
+        if plain and exchange.run(op, arrays, *options):
             return Verify(*made)
     call = Call(op, q, "q")
+    if not keep:
+        for name, given in (("kept_k", kept_k), ("kept_u", kept_u), ("kept_g", kept_g)):
+            if given is not None:
+                raise call.value_error(name, "is given, and keep is False: nothing is kept")
     take = call.take
     tk, tv, tg = take(k, "k"), take(v, "v"), take(g, "g")
     if o is None and v is not None:
         o = call.make_like(v, tv[1])
-    if write_indices is None and k is not None and v is not None and g is not None:
+    if keep and write_indices is None and k is not None and v is not None and g is not None:
         kept_k = call.make(tk[1].shape, call.wide) if kept_k is None else kept_k
         kept_u = call.make(tv[1].shape, call.wide) if kept_u is None else kept_u
         kept_g = call.make(tg[1].shape, call.wide) if kept_g is None else kept_g
@@ -126,6 +131,7 @@ def gdn_verify(
     qk_l2norm: bool = False,
     gate: str = "none",
     beta_form: str = "weight",
+    keep: bool = True,
     checked: bool = False,
 ) -> Verify:
     """Gated delta rule, outputs of 1 to 16 drafted tokens per sequence, a chain or a tree.
@@ -151,11 +157,11 @@ def gdn_verify(
             number, -1 for the state; if None, a chain.
         o: ``[B,T,HV,V]`` dtype of q. Outputs; allocated if None.
         kept_k: ``[B,T,H,K]`` f32|f64, optional. Keys as used, after qk_l2norm; allocated if None,
-            unless write_indices is given.
+            unless keep is False or write_indices is given.
         kept_u: ``[B,T,HV,V]`` f32|f64, optional. What each token writes: beta (v - S^T k);
-            allocated if None, unless write_indices is given.
+            allocated if None, unless keep is False or write_indices is given.
         kept_g: ``[B,T,HV]`` f32|f64, optional. Log decay as used, after gate; per token, so that
-            -inf stays exact; allocated if None, unless write_indices is given.
+            -inf stays exact; allocated if None, unless keep is False or write_indices is given.
         workspace: ``[W]`` u8, optional. Scratch; allocated if None.
         scale: float. Multiplies q, not 0; ``K**-0.5`` if None.
         lower_bound: float, < 0. Lower bound of the log decay, for gate "bounded" alone.
@@ -165,11 +171,13 @@ def gdn_verify(
             ``exp(A_log)`` if A_log is None.
         beta_form: "weight": beta is the write strength, in [0,2]. "logits": it is
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
+        keep: bool. Allocate kept_k, kept_u and kept_g if they are None. False: outputs alone, which
+            a GPU computes faster, to its accuracy, not to the bits of decode.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
     Returns:
         ``(o, kept_k, kept_u, kept_g)``; what is kept is for delta_commit. Arrays made here are of
         the library and on the device of q; a kept one is float32 (float64 for float64 q), or None
-        if it is not given and write_indices is.
+        if it is not given and keep is False or write_indices is given.
     Raises:
         ValueError: shape, stride, range or option.  TypeError: dtype or device.
         NotImplementedError: no kernel for this call.  RuntimeError: CUDA failure.
@@ -177,7 +185,7 @@ def gdn_verify(
     """
     return _verify(
         _GDN_VERIFY, q, k, v, g, beta, state, A_log, dt_bias, read_indices, write_indices, parents,
-        o, kept_k, kept_u, kept_g, workspace, scale, lower_bound, qk_l2norm, gate, beta_form,
+        o, kept_k, kept_u, kept_g, workspace, scale, lower_bound, qk_l2norm, gate, beta_form, keep,
         checked,
     )  # fmt: skip
 
@@ -205,6 +213,7 @@ def kda_verify(
     qk_l2norm: bool = False,
     gate: str = "none",
     beta_form: str = "weight",
+    keep: bool = True,
     checked: bool = False,
 ) -> Verify:
     """Kimi delta attention, outputs of 1 to 16 drafted tokens per sequence, a chain or a tree.
@@ -231,11 +240,11 @@ def kda_verify(
             number, -1 for the state; if None, a chain.
         o: ``[B,T,HV,V]`` dtype of q. Outputs; allocated if None.
         kept_k: ``[B,T,H,K]`` f32|f64, optional. Keys as used, after qk_l2norm; allocated if None,
-            unless write_indices is given.
+            unless keep is False or write_indices is given.
         kept_u: ``[B,T,HV,V]`` f32|f64, optional. What each token writes: beta (v - S^T k);
-            allocated if None, unless write_indices is given.
+            allocated if None, unless keep is False or write_indices is given.
         kept_g: ``[B,T,HV,K]`` f32|f64, optional. Log decay as used, after gate; per token, so that
-            -inf stays exact; allocated if None, unless write_indices is given.
+            -inf stays exact; allocated if None, unless keep is False or write_indices is given.
         workspace: ``[W]`` u8, optional. Scratch; allocated if None.
         scale: float. Multiplies q, not 0; ``K**-0.5`` if None.
         lower_bound: float, < 0. Lower bound of the log decay, for gate "bounded" alone.
@@ -245,11 +254,13 @@ def kda_verify(
             ``exp(A_log)`` if A_log is None.
         beta_form: "weight": beta is the write strength, in [0,2]. "logits": it is
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
+        keep: bool. Allocate kept_k, kept_u and kept_g if they are None. False: outputs alone, which
+            a GPU computes faster, to its accuracy, not to the bits of decode.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
     Returns:
         ``(o, kept_k, kept_u, kept_g)``; what is kept is for delta_commit. Arrays made here are of
         the library and on the device of q; a kept one is float32 (float64 for float64 q), or None
-        if it is not given and write_indices is.
+        if it is not given and keep is False or write_indices is given.
     Raises:
         ValueError: shape, stride, range or option.  TypeError: dtype or device.
         NotImplementedError: no kernel for this call.  RuntimeError: CUDA failure.
@@ -257,7 +268,7 @@ def kda_verify(
     """
     return _verify(
         _KDA_VERIFY, q, k, v, g, beta, state, A_log, dt_bias, read_indices, write_indices, parents,
-        o, kept_k, kept_u, kept_g, workspace, scale, lower_bound, qk_l2norm, gate, beta_form,
+        o, kept_k, kept_u, kept_g, workspace, scale, lower_bound, qk_l2norm, gate, beta_form, keep,
         checked,
     )  # fmt: skip
 

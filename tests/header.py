@@ -18,7 +18,12 @@ STRUCT = re.compile(
     re.S,
 )
 C_ONLY = ("zero_tail", "reserved", "stream")  # fields without a Python argument
-PYTHON_ONLY = {"gdn_fwd": ("output_final_state",), "kda_fwd": ("output_final_state",)}
+PYTHON_ONLY = {
+    "gdn_fwd": ("output_final_state",),
+    "kda_fwd": ("output_final_state",),
+    "gdn_verify": ("keep",),
+    "kda_verify": ("keep",),
+}
 
 
 class Field(NamedTuple):

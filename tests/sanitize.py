@@ -130,6 +130,10 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
         compare(f"{name}, pool of many", *everyone)
     for T in (2, 10):
         both(f"{name}, verify of many", verify, [*inputs(kda, 40, T, D, dtype), everyone])
+        bounded = {"gate": "bounded", "lower_bound": -5.0} if kda else {}
+        for some in (everyone, states(3, D, state_dtype, v_first)):
+            drafts = inputs(kda, len(some[1]), T, D, dtype)
+            both(f"{name}, outputs alone", verify, [*drafts, some], keep=False, **bounded)
     drafts = inputs(kda, 3, 4, D, dtype)
     both(
         f"{name}, tree", verify, [*drafts, pool], read_indices=rows,

@@ -248,6 +248,28 @@ def test_verify(device, family, dtype, T, options, tree):
     np.testing.assert_allclose(done.values("kept_g")[live], want.kept_g[live], **accuracy)
 
 
+@pytest.mark.parametrize("options", [(), FULL], ids=["plain", "all_inside"])
+@pytest.mark.parametrize("T", [1, 4, 8, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_for_its_outputs_alone(device, family, T, options):
+    """keep=False: nothing else comes back; on a CPU the same bits, on a GPU as accurate (test_gpu_verify.py)."""
+    case, inputs = problem(device, family, 4, T, "bf16", "f32", options)
+    inputs["read_indices"] = rows((6, 1, -1, 10))
+    out = {"o": (inputs["v"].values.shape, "bf16")}
+    keywords = case.keywords | {"keep": False}
+    done = Call(device, f"{family}_verify", inputs, out, keywords)()
+    check(done.placed["state"].untouched(), "verify wrote the pool")
+    check(done.returned[1:] == (None, None, None), f"kept: {done.returned[1:]}")
+    want = expect(done.op, inputs, case.keywords)
+    check_outputs(done.values("o"), want.o, "bf16", [dense_spans(case)[n] for n in (0, 1, 3)])
+    check(not done.values("o")[2].any(), "outputs of padding are not zero")
+    if device == "cpu":
+        check(done.bits("o") == verify(device, case, inputs).bits("o"), "other bits than with keep")
+    kept = {"kept_u": (inputs["v"].values.shape, "f32")}
+    with pytest.raises(ValueError, match=r"kept_u is given, and keep is False"):
+        Call(device, f"{family}_verify", inputs, out | kept, keywords)()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verify_writes_every_token_where_told(device, family):
     """write_indices [N,T]: the state after each token, rows that nobody reads; -1 writes nothing."""

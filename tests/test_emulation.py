@@ -23,7 +23,7 @@ def toolkit():
     return None
 
 
-@pytest.mark.parametrize("name", ["main", "kda", "decode", "gdn_bwd"])
+@pytest.mark.parametrize("name", ["main", "kda", "decode", "verify", "gdn_bwd"])
 def test_compiles(name):
     compiler, cuda = shutil.which("g++"), toolkit()
     if not (compiler and cuda and CUDA.exists()):

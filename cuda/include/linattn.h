@@ -224,7 +224,8 @@ typedef struct {
 } linattn_kda_decode_args;
 
 /* Gated delta rule, outputs of 1 to 16 drafted tokens per sequence, a chain or a tree, for speculative decoding.
- * The rows read are left as they are. kept_k, kept_u and kept_g are what linattn_delta_commit folds in later. arXiv:2412.06464. */
+ * The rows read are left as they are. kept_k, kept_u and kept_g are what linattn_delta_commit folds in later. With none of them
+ * and no write_indices, outputs are as accurate as decode's; where something is kept, they have its bits. arXiv:2412.06464. */
 typedef struct {
     uint64_t size;                /* sizeof(linattn_gdn_verify_args) */
     linattn_tensor q;             /* in    [B,T,H,K]   bf16|f16|f32|f64  queries, of norm <= 1 unless qk_l2norm */
@@ -253,7 +254,8 @@ typedef struct {
 } linattn_gdn_verify_args;
 
 /* Kimi delta attention, outputs of 1 to 16 drafted tokens per sequence, a chain or a tree, for speculative decoding.
- * The rows read are left as they are. kept_k, kept_u and kept_g are what linattn_delta_commit folds in later. arXiv:2510.26692. */
+ * The rows read are left as they are. kept_k, kept_u and kept_g are what linattn_delta_commit folds in later. With none of them
+ * and no write_indices, outputs are as accurate as decode's; where something is kept, they have its bits. arXiv:2510.26692. */
 typedef struct {
     uint64_t size;                /* sizeof(linattn_kda_verify_args) */
     linattn_tensor q;             /* in    [B,T,H,K]   bf16|f16|f32|f64  queries, of norm <= 1 unless qk_l2norm */

@@ -11,6 +11,9 @@ void launch_delta_recurrent(const DeltaParams &p);  // {gdn,kda}_{fwd,decode,ver
 // The same at memory speed, for states that are contiguous in their pool: decode, and verify of a chain that writes no states.
 void launch_gdn_decode(const DeltaParams &p, int multiprocessors);
 void launch_kda_decode(const DeltaParams &p, int multiprocessors);
+// Verify for its outputs alone, as a small chunk: false, and nothing done, where the call is not one for it.
+bool gdn_verify_outputs(const DeltaParams &p, int multiprocessors);
+bool kda_verify_outputs(const DeltaParams &p, int multiprocessors);
 void launch_delta_commit(const CommitParams &p);
 
 }  // namespace linattn::cuda
