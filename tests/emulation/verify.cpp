@@ -23,26 +23,7 @@ void cp_async_wait_group() {
 inline void cp_async_bulk_prefetch(const void *g, uint32_t n) {
     if (n % 16 || (uintptr_t)g % 16) abort();
 }
-template <int = 0>
-uint32_t cvt_rna_tf32(float x) {
-    return x != x ? 0x7fffffffu : (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-}
-template <int = 0>
-void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    const auto value = [](uint32_t x) { return __uint_as_float(x & 0xffffe000u); };
-    uint32_t *mine = mbuf[W()][L()];
-    for (int i = 0; i < 4; i++) mine[i] = a[i];
-    mine[4] = b0, mine[5] = b1;
-    warp();
-    for (int e = 0; e < 4; e++) {
-        const int r = L() / 4, c = 2 * (L() % 4) + e % 2;
-        float s = 0;
-        for (int k = 0; k < 8; k++)
-            s += value(mbuf[W()][4 * r + k % 4][e / 2 + 2 * (k / 4)]) * value(mbuf[W()][4 * c + k % 4][4 + k / 4]);
-        d[e] += s;
-    }
-    warp();
-}
+inline uint32_t cvt_rna_tf32(float x) { return x != x ? 0x7fffffffu : (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 }  // namespace linattn::ptx
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
