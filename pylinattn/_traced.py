@@ -82,6 +82,7 @@ class Config(NamedTuple):
     options: tuple[tuple[str, Any], ...]  # scalars of the argument struct
     output_final_state: bool = False
     in_place: bool = False  # final_state is initial_state itself
+    keep: bool = True  # of verify
 
 
 class Traced(NamedTuple):
@@ -150,7 +151,7 @@ def verify(
     op: str, q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array,
     A_log: Array | None, dt_bias: Array | None, read_indices: Array | None,
     write_indices: Array | None, parents: Array | None, scale: float | None,
-    lower_bound: float | None, qk_l2norm: bool, gate: str, beta_form: str, checked: bool,
+    lower_bound: float | None, qk_l2norm: bool, gate: str, beta_form: str, keep: bool, checked: bool,
 ) -> Traced:  # fmt: skip
     options = _scalars(
         op, scale=scale, lower_bound=lower_bound, qk_l2norm=qk_l2norm, gate=gate,
@@ -162,7 +163,7 @@ def verify(
     )  # fmt: skip
     pool = {"state": state}
     pools, rest = ({}, arrays | pool) if write_indices is None else (pool, arrays)
-    return _traced(Config(op, options), pools, rest)
+    return _traced(Config(op, options, keep=bool(keep)), pools, rest)
 
 
 def segment(

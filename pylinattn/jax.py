@@ -211,7 +211,7 @@ def _run_verify(config: Config, arrays: dict[str, Array]) -> dict[str, Array]:
     results = {"o": _like(arrays["v"], arrays["q"].dtype)}
     if "write_indices" in arrays:
         results["state"] = _like(arrays["state"])
-    else:
+    elif config.keep:
         for name in ("k", "v", "g"):
             kept = "kept_u" if name == "v" else f"kept_{name}"
             results[kept] = _like(arrays[name], _wide(arrays["q"]))
@@ -426,7 +426,7 @@ def gdn_verify(
     A_log: Array | None = None, dt_bias: Array | None = None, read_indices: Array | None = None,
     write_indices: Array | None = None, parents: Array | None = None, scale: float | None = None,
     lower_bound: float | None = None, qk_l2norm: bool = False, gate: str = "none",
-    beta_form: str = "weight", checked: bool = False, donate: bool = False,
+    beta_form: str = "weight", keep: bool = True, checked: bool = False, donate: bool = False,
 ) -> Verify:  # fmt: skip
     """Gated delta rule, outputs of 1 to 16 drafted tokens per sequence: `pylinattn.gdn_verify`.
 
@@ -435,11 +435,12 @@ def gdn_verify(
         All others: as in `pylinattn.gdn_verify`.
     Returns:
         ``(o, kept_k, kept_u, kept_g, state)``. With write_indices state has these rows written and
-        nothing is kept; without, state is the array given and what is kept is for delta_commit.
+        nothing is kept; without, state is the array given and what is kept, unless keep is False, is
+        for delta_commit.
     """
     return _verify(_traced.verify(
         "gdn_verify", q, k, v, g, beta, state, A_log, dt_bias, read_indices, write_indices,
-        parents, scale, lower_bound, qk_l2norm, gate, beta_form, checked,
+        parents, scale, lower_bound, qk_l2norm, gate, beta_form, keep, checked,
     ), state, donate)  # fmt: skip
 
 
@@ -448,12 +449,12 @@ def kda_verify(
     A_log: Array | None = None, dt_bias: Array | None = None, read_indices: Array | None = None,
     write_indices: Array | None = None, parents: Array | None = None, scale: float | None = None,
     lower_bound: float | None = None, qk_l2norm: bool = False, gate: str = "none",
-    beta_form: str = "weight", checked: bool = False, donate: bool = False,
+    beta_form: str = "weight", keep: bool = True, checked: bool = False, donate: bool = False,
 ) -> Verify:  # fmt: skip
     """Kimi delta attention, outputs of 1 to 16 drafted tokens per sequence: as gdn_verify."""
     return _verify(_traced.verify(
         "kda_verify", q, k, v, g, beta, state, A_log, dt_bias, read_indices, write_indices,
-        parents, scale, lower_bound, qk_l2norm, gate, beta_form, checked,
+        parents, scale, lower_bound, qk_l2norm, gate, beta_form, keep, checked,
     ), state, donate)  # fmt: skip
 
 

@@ -224,6 +224,11 @@ def test_verify_and_commit(family):
     for run in (both, jax.jit(both)):
         done, committed = run(*positional, jnp.asarray(pool))
         same((done, committed), ((*want, pool), state))
+    alone = jax.jit(lambda *a: jax_verify(*a, **options, keep=False))(
+        *positional, jnp.asarray(pool)
+    )
+    same(alone.o, want.o)
+    check(alone[1:4] == (None, None, None), "something was kept")
     gone = jnp.array(pool)
     same(pj.delta_commit(gone, *want[1:], accepted, donate=True, **options), state)
     check(gone.is_deleted(), "the donated pool is still there")
