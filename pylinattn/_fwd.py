@@ -202,7 +202,8 @@ def gdn_fwd(
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
         checkpoint_every: int. A multiple of 64, or 0 for no checkpoints.
         save: "nothing", or "states" for what the backward reads.
-        splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has the same bits packed and alone.
+        splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has
+            the same bits packed and alone.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
         output_final_state: bool. Allocate final_state if it is None.
     Returns:
@@ -295,7 +296,8 @@ def kda_fwd(
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
         checkpoint_every: int. A multiple of 64, or 0 for no checkpoints.
         save: "nothing", or "states" for what the backward reads.
-        splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has the same bits packed and alone.
+        splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has
+            the same bits packed and alone.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
         output_final_state: bool. Allocate final_state if it is None.
     Returns:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All that a GPU has to show, in some six minutes on a machine with 16 cores: bash tests/gpu.sh [folder for the logs]
+# All that a GPU has to show, in some two minutes with 14 processes on 32 cores: bash tests/gpu.sh [folder for the logs]
 #
 # Needs pytest-xdist. Environment:
 #
-#   PYLINATTN_LIBRARY          the library under test; without it the installed one
+#   PYLINATTN_LIBRARY          the library under test, a file called liblinattn.so: a C program links to it; without it the installed one
 #   PYLINATTN_RACECHECK        one built with -DLINATTN_EVERY_LANE_ARRIVES, for racecheck (see tests/sanitize.py); else that is left out
 #   PYLINATTN_PARTS            the parts library, where there is no nvcc (see tests/gpu_parts/build.py)
 #   PYLINATTN_TEST_PROCESSES   at once, 8 if not given
@@ -42,7 +42,7 @@ sanitizers() { # beside the suite: each takes one core
     return $failed
 }
 
-against_fla() { # a process for each test of gradients, whose kernels FLA compiles for minutes
+against_fla() { # a process for each test of gradients, whose kernels FLA compiles for a minute
     local these=(python3 -m pytest -q -p no:cacheprovider --durations=5 tests/test_gpu_fla.py)
     step fla-gradients 500 "${these[@]}" -n 10 -k test_gradients
     step fla 300 "${these[@]}" -n 10 -k "not test_gradients"
@@ -50,15 +50,16 @@ against_fla() { # a process for each test of gradients, whose kernels FLA compil
 }
 
 step parts 120 "${many[@]}" tests/gpu_parts
-sanitizers >"$logs/beside.log" &
+sanitizers >"$logs/sanitizers.log" &
 beside=($!)
 if python3 -c "import fla" 2>/dev/null; then
-    against_fla >>"$logs/beside.log" &
+    against_fla >"$logs/against_fla.log" &
     beside+=($!)
 fi
 step suite 500 "${many[@]}" -m gpu tests --ignore tests/test_gpu_fla.py
 for process in "${beside[@]}"; do wait "$process" || failed=1; done
-cat "$logs/beside.log"
+cat "$logs/sanitizers.log"
+[ -e "$logs/against_fla.log" ] && cat "$logs/against_fla.log"
 step alone 60 python3 -m pytest -q -p no:cacheprovider "${alone[@]}"
 echo "logs in $logs"
 exit $failed

@@ -183,6 +183,19 @@ def test_64_channels_without_decay(gpu, dtype, beta):
 # ---- packing, neighbours, repetition
 
 
+def check_alone(gpu, case, inputs, packed, n):
+    """Sequence n alone, at splits = 1: the bits that it has in `packed`."""
+    _, a, b = case.spans[n]
+    own = {
+        k: Input(inputs[k].values[:, a:b], inputs[k].dtype) for k in ("q", "k", "v", "g", "beta")
+    }
+    own["initial_state"] = Input(inputs["initial_state"].values[[n]], "f32")
+    own["cu_seqlens"] = rows(0, b - a)
+    alone = forward(gpu, variant(case, lengths=(b - a,)), own, splits=1)
+    check(np.array_equal(alone.o, packed.o[:, a:b]), f"o of sequence {n}")
+    check(np.array_equal(alone.final_state, packed.final_state[[n]]), f"state of sequence {n}")
+
+
 @pytest.mark.parametrize("keys", ["random", "near"])
 def test_packing_and_columns_do_not_change_bits(gpu, keys):
     """At splits = 1 a sequence gives the same bits alone, on half the columns a CTA, as packed with others."""
@@ -190,16 +203,7 @@ def test_packing_and_columns_do_not_change_bits(gpu, keys):
     inputs = make(case) if keys == "random" else hard_inputs(case, "near", 1.0, 0.0, True)
     packed = forward(gpu, case, inputs, splits=1)
     for n in (1, 4, 6, len(case.lengths) - 1):
-        _, a, b = case.spans[n]
-        own = {
-            k: Input(inputs[k].values[:, a:b], inputs[k].dtype)
-            for k in ("q", "k", "v", "g", "beta")
-        }
-        own["initial_state"] = Input(inputs["initial_state"].values[[n]], "f32")
-        own["cu_seqlens"] = rows(0, b - a)
-        alone = forward(gpu, variant(case, lengths=(b - a,)), own, splits=1)
-        check(np.array_equal(alone.o, packed.o[:, a:b]), f"o of sequence {n}")
-        check(np.array_equal(alone.final_state, packed.final_state[[n]]), f"state of sequence {n}")
+        check_alone(gpu, case, inputs, packed, n)
 
 
 def test_one_long_sequence_among_others(gpu):
@@ -207,16 +211,8 @@ def test_one_long_sequence_among_others(gpu):
     case = Case("gdn", (4100, 70), 17, 34, 128, 128, "bf16")
     inputs = make(case)
     packed = forward(gpu, case, inputs, splits=1)
-    for n, (_, a, b) in enumerate(case.spans):
-        own = {
-            k: Input(inputs[k].values[:, a:b], inputs[k].dtype)
-            for k in ("q", "k", "v", "g", "beta")
-        }
-        own["initial_state"] = Input(inputs["initial_state"].values[[n]], "f32")
-        own["cu_seqlens"] = rows(0, b - a)
-        alone = forward(gpu, variant(case, lengths=(b - a,)), own, splits=1)
-        check(np.array_equal(alone.o, packed.o[:, a:b]), f"o of sequence {n}")
-        check(np.array_equal(alone.final_state, packed.final_state[[n]]), f"state of sequence {n}")
+    for n in range(len(case.lengths)):
+        check_alone(gpu, case, inputs, packed, n)
 
 
 @regimes

@@ -4,6 +4,7 @@
 #include <random>
 #include <string>
 #include "emu.h"
+#include "tensor.h"
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define ALIAS __attribute__((alias("_ZN7linattn4cuda12delta_decode10smem_bytesE")))
@@ -86,12 +87,6 @@ struct Call {
             std::shuffle(rows.begin(), rows.end(), rng);
             rows[2 % c.N] = -1;
         }
-        auto tens = [](void *d, DType t, std::vector<int64_t> st) {
-            Tensor r;
-            r.data = (char *)d, r.dtype = t;
-            for (size_t i = 0; i < st.size(); i++) r.stride[i] = st[i];
-            return r;
-        };
         p.family = c.kda ? Family::Kda : Family::Gdn, p.op = c.verify ? Op::Verify : Op::Decode;
         p.B = B, p.T = TT, p.H = H, p.HV = HV, p.K = p.V = D, p.N = c.N, p.P = p.F = P;
         const int64_t t = TT, d = D;

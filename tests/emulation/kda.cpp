@@ -4,6 +4,7 @@
 #include "emu.h"
 #include "kda/kda_fwd.cu"
 #include "kda/kda_fwd.cuh"
+#include "tensor.h"
 using namespace linattn;
 using namespace linattn::cuda;
 constexpr int kMost = 128;
@@ -27,21 +28,9 @@ struct Array {
     }
     double operator[](size_t i) const { return type == DType::F32 ? f[i] : from16(h[i], type); }
     size_t size() const { return f.size() + h.size(); }
-    Tensor tensor(std::vector<int64_t> stride) {
-        Tensor r;
-        r.data = type == DType::F32 ? (char *)f.data() : (char *)h.data();
-        r.dtype = type;
-        for (size_t i = 0; i < stride.size(); i++) r.stride[i] = stride[i];
-        return r;
-    }
+    Tensor tensor(std::vector<int64_t> stride) { return tens(type == DType::F32 ? (void *)f.data() : h.data(), type, stride); }
 };
-Tensor ints(std::vector<int> &x) {
-    Tensor r;
-    r.data = (char *)x.data();
-    r.dtype = DType::I32;
-    r.stride[0] = 1;
-    return r;
-}
+Tensor ints(std::vector<int> &x) { return tens(x.data(), DType::I32, {1}); }
 enum Keys { Random, Correlated, One, Near, Uneven };
 struct Case {
     std::string name;

@@ -3,6 +3,7 @@
 #include "emu.h"
 #include "gdn/gdn_fwd.cu"
 #include "gdn/gdn_fwd.cuh"
+#include "tensor.h"
 using namespace linattn;
 using namespace linattn::cuda;
 std::mt19937 rng(getenv("EMU_SEED") ? atoi(getenv("EMU_SEED")) : 1);
@@ -10,13 +11,6 @@ float rnd() { return std::normal_distribution<float>()(rng); }
 float uni() { return std::uniform_real_distribution<float>()(rng); }
 uint16_t to16(float x, bool bf) { return bf ? ptx::b16(x) : ptx::h16(x); }
 float from16(uint16_t x, bool bf) { return bf ? ptx::up<__nv_bfloat16>(x) : ptx::up<__half>(x); }
-Tensor tens(void *d, DType t, std::vector<int64_t> st) {
-    Tensor r;
-    r.data = (char *)d;
-    r.dtype = t;
-    for (size_t i = 0; i < st.size(); i++) r.stride[i] = st[i];
-    return r;
-}
 int bad = 0;
 struct Case {
     std::string name;

@@ -4,6 +4,7 @@
 #include <random>
 #include <string>
 #include "emu.h"
+#include "tensor.h"
 namespace linattn::ptx {
 inline std::map<Fiber *, std::vector<std::function<void()>>> copies;
 inline void cp_async_16(uint32_t d, const void *s) {
@@ -98,12 +99,6 @@ double error(const Case &c, int form, int seed, std::vector<uint16_t> &o) {
         std::shuffle(rows.begin(), rows.end(), rng);
         rows[2 % c.N] = -1;
     }
-    auto tens = [](void *d, DType t, std::vector<int64_t> st) {
-        Tensor r;
-        r.data = (char *)d, r.dtype = t;
-        for (size_t i = 0; i < st.size(); i++) r.stride[i] = st[i];
-        return r;
-    };
     auto of4 = [&](void *x, DType type, int64_t heads, int64_t n) { return tens(x, type, {c.T * heads * n, heads * n, n, 1}); };
     DeltaParams p;
     const DType half = c.f16 ? DType::F16 : DType::BF16;
