@@ -66,9 +66,7 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
     RingState<kStages<D>> stage;
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * kGroups];  // its numbers are not kept in registers
-        __syncwarp();
         smem.plan.find(item, params, pass, D / 64 / kGroups, round);
-        __syncwarp();
         if (!item.exists) break;
         if (item.read_row < 0) continue;
         const ItemRange range(params, item);

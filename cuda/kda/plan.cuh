@@ -200,15 +200,23 @@ struct Plan {
         __syncthreads();
     }
 
-    // By each lane of a converged warp, to the warp's item: nothing is read back that others write.
+    // By a converged warp, to the warp's item: one lane stores, after all have read the one before.
     // Where sequences are cut there is one round.
-    __device__ __forceinline__ void find(Item &item, const KernelParams &params, Pass pass, int pieces, uint32_t round) const {
+    __device__ __forceinline__ void find(Item &to, const KernelParams &params, Pass pass, int pieces, uint32_t round) const {
+        const Item item = found(params, pass, pieces, round);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) to = item;
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ Item found(const KernelParams &params, Pass pass, int pieces, uint32_t round) const {
         const DeltaParams &p = params.p;
+        Item item = {};
         uint32_t index = place(round, blockIdx.x);
         item.exists = round * ctas < items;
         if (index >= items) {  // the last round is not full: nothing to do
-            item.read_row = -1, item.cleared = 0;
-            return;
+            item.read_row = -1;
+            return item;
         }
         const bool transition = pass == Pass::First && index >= first_outputs(p);
         if (transition) index -= first_outputs(p), pieces = 2;  // N and M
@@ -218,7 +226,7 @@ struct Plan {
         item.from_identity = transition && piece != 0;
         item.head = pair % HV;
         int sequence = pair / HV, bos, length;
-        item.segment = 0, item.segments = 1;
+        item.segments = 1;
         if (pass != Pass::Whole)
             sequence = cut.find(sequence, pass == Pass::First && !transition, transition, item);
         else if (is_sorted)
@@ -231,6 +239,7 @@ struct Plan {
         item.read_row = row;
         item.length = row < 0 ? 0 : length;
         item.cleared = row < 0 ? length : 0;
+        return item;
     }
 };
 

@@ -355,9 +355,7 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
     float s[D / 2];
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
-        __syncwarp();
         smem.plan.find(item, params, pass, D / 64 / kGroups, round);
-        __syncwarp();
         if (!item.exists) break;
         if (pass == Pass::Later && round == 0) ptx::griddepcontrol_wait();  // the joined states
         if (item.read_row < 0) {
