@@ -31,8 +31,8 @@ struct Config {
     static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kFew = kFewStates;
     using State = StateT;
     static constexpr int kThreads = 8 * kWidth / kCols, kWarps = kThreads / 32, kSlices = D / kWidth;  // that hold the state
-    // Few states: warps of their own for the token, in front: 0: q and k, 1: beta, others: gates. Else the same warps, gates from
-    // the middle on.
+    // Few states: warps of their own for the token, in front: 0: q and k, 1: their product and beta, others: gates. Else the same
+    // warps, gates from the middle on.
     static constexpr int kFirstGate = kFew ? 64 : kThreads / 2;
     static constexpr int kGateThreads = !kKda                      ? 32
                                         : kFew || kThreads / 2 > D ? D
@@ -141,7 +141,7 @@ struct Smem {
     alignas(16) float q[C::D];  // after l2norm
     float k[C::D];
     float gamma[C::kKda ? C::D : 4];
-    float beta, qk;
+    float beta, qk, over;                                                              // few states: q . k is qk over
     alignas(16) float sum[2][C::kVFirst ? 1 : C::kWarps][C::kVFirst ? 1 : C::kWidth];  // S^T k and S^T q of each warp
 };
 
@@ -228,44 +228,83 @@ struct Token {
     static __device__ __forceinline__ int gate() { return static_cast<int>(threadIdx.x) - C::kFirstGate; }
     static __device__ __forceinline__ bool has_gate() { return gate() >= 0 && gate() < C::kGateThreads; }
 
-    __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
-        if (warp() == 0) {
-            uint32_t key = head * p.key_of >> 16, at = 16 * (threadIdx.x % C::kLanes);
-            uint4 q = *reinterpret_cast<const uint4 *>(p.q.at(n, key) + at);
-            uint4 k = *reinterpret_cast<const uint4 *>(p.k.at(n, key) + at);
-            raw[0] = q.x, raw[1] = q.y, raw[2] = q.z, raw[3] = q.w, raw[4] = k.x, raw[5] = k.y, raw[6] = k.z, raw[7] = k.w;
-        } else if (warp() == 1) {
-            raw[0] = c.beta.load(p.beta.at(n, head));
-        } else if (has_gate()) {
-            const char *g = p.g.at(n, head), *bias = p.dt_bias.at(head);
-#pragma unroll
-            for (int i = 0; i < C::kGates; ++i) {
-                int element = C::kKda ? gate() + i * C::kGateThreads : 0;
-                raw[i] = c.g.load(g, element);
-                if (c.dt_bias) raw[C::kGates + i] = c.dt_bias.load(bias, element);
-            }
-            if (c.A_log) raw[2 * C::kGates] = c.A_log.load(p.A_log.at(head));
+    __device__ __forceinline__ void fetch_keys(const Params &p, uint32_t n, uint32_t head) {
+        uint32_t key = head * p.key_of >> 16, at = 16 * (threadIdx.x % C::kLanes);
+        uint4 q = *reinterpret_cast<const uint4 *>(p.q.at(n, key) + at);
+        uint4 k = *reinterpret_cast<const uint4 *>(p.k.at(n, key) + at);
+        raw[0] = q.x, raw[1] = q.y, raw[2] = q.z, raw[3] = q.w, raw[4] = k.x, raw[5] = k.y, raw[6] = k.z, raw[7] = k.w;
+    }
+    __device__ __forceinline__ void finish_keys(const Choices &c, Smem<C> &smem) const {
+        float q[8], k[8];
+        float qk = normalise<C::kLanes>(c, make_uint4(raw[0], raw[1], raw[2], raw[3]),
+                                        make_uint4(raw[4], raw[5], raw[6], raw[7]), q, k);
+        if (int lane = threadIdx.x; lane < C::kLanes) {
+            store8(&smem.q[8 * lane], q);
+            store8(&smem.k[8 * lane], k);
+            smem.qk = qk;
         }
     }
+    __device__ __forceinline__ void fetch_gates(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
+        const char *g = p.g.at(n, head), *bias = p.dt_bias.at(head);
+#pragma unroll
+        for (int i = 0; i < C::kGates; ++i) {
+            int element = C::kKda ? gate() + i * C::kGateThreads : 0;
+            raw[i] = c.g.load(g, element);
+            if (c.dt_bias) raw[C::kGates + i] = c.dt_bias.load(bias, element);
+        }
+        if (c.A_log) raw[2 * C::kGates] = c.A_log.load(p.A_log.at(head));
+    }
+    __device__ __forceinline__ void finish_gates(const Choices &c, Smem<C> &smem) const {
+        float amplitude = gate_amplitude(c, raw[2 * C::kGates]);
+#pragma unroll
+        for (int i = 0; i < C::kGates; ++i) {
+            float gamma = expf(log_decay(c, gate_input(c, raw[i], raw[C::kGates + i]), amplitude));
+            smem.gamma[C::kKda ? gate() + i * C::kGateThreads : 0] = gamma;
+        }
+    }
+
+    __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
+        if (warp() == 0)
+            fetch_keys(p, n, head);
+        else if (warp() == 1)
+            raw[0] = c.beta.load(p.beta.at(n, head));
+        else if (has_gate())
+            fetch_gates(p, c, n, head);
+    }
     __device__ __forceinline__ void finish(const Choices &c, Smem<C> &smem) const {
+        if (warp() == 0)
+            finish_keys(c, smem);
+        else if (warp() == 1)
+            smem.beta = beta_value(c, raw[0]);
+        else if (has_gate())
+            finish_gates(c, smem);
+    }
+    // Few states: all at once, since code that comes cold from memory is a straight line for each role then. q . k is the second
+    // warp's, or its sum would stand before those of the norms.
+    __device__ __forceinline__ void fetch_and_finish(const Params &p, const Choices &c, uint32_t n, uint32_t head,
+                                                     Smem<C> &smem) {
+        float q[8], k[8];
+        auto fetch_floats = [&] {
+            fetch_keys(p, n, head);
+            unpack8(make_uint4(raw[0], raw[1], raw[2], raw[3]), c.q.dtype == DType::BF16, q);
+            unpack8(make_uint4(raw[4], raw[5], raw[6], raw[7]), c.q.dtype == DType::BF16, k);
+        };
         if (warp() == 0) {
-            float q[8], k[8];
-            float qk = normalise<C::kLanes>(c, make_uint4(raw[0], raw[1], raw[2], raw[3]),
-                                            make_uint4(raw[4], raw[5], raw[6], raw[7]), q, k);
+            fetch_floats();
+            float over = over_norms<C::kLanes>(c, q, k);
             if (int lane = threadIdx.x; lane < C::kLanes) {
                 store8(&smem.q[8 * lane], q);
                 store8(&smem.k[8 * lane], k);
-                smem.qk = qk;
+                smem.over = over;
             }
         } else if (warp() == 1) {
-            smem.beta = beta_value(c, raw[0]);
-        } else if (has_gate()) {
-            float amplitude = gate_amplitude(c, raw[2 * C::kGates]);
-#pragma unroll
-            for (int i = 0; i < C::kGates; ++i) {
-                float gamma = expf(log_decay(c, gate_input(c, raw[i], raw[C::kGates + i]), amplitude));
-                smem.gamma[C::kKda ? gate() + i * C::kGateThreads : 0] = gamma;
-            }
+            uint32_t beta = c.beta.load(p.beta.at(n, head));
+            fetch_floats();
+            smem.qk = product<C::kLanes>(q, k);
+            smem.beta = beta_value(c, beta);
+        } else {
+            fetch_gates(p, c, n, head);
+            finish_gates(c, smem);
         }
     }
 };
@@ -281,8 +320,7 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
     Choices c(p.options, p.lower_bound);
     Token<C> token;
     if (C::kFew && threadIdx.x < C::kTokenThreads) {
-        token.fetch(p, c, n, head);
-        token.finish(c, smem);
+        token.fetch_and_finish(p, c, n, head, smem);
         ptx::bar_arrive(kTokenReady, C::kBlock);
         return;
     }
@@ -328,7 +366,7 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
         __syncthreads();
     }
     S.take(raw);
-    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta = smem.beta, qk = smem.qk;
+    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta = smem.beta, qk = C::kFew ? smem.qk * smem.over : smem.qk;
     auto take_k = [&](int kk) {
         float4 k4 = share4(smem.k, S.lk, kk);
         k[kk] = k4.x, k[kk + 1] = k4.y, k[kk + 2] = k4.z, k[kk + 3] = k4.w;

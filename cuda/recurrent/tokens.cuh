@@ -129,26 +129,37 @@ __device__ __forceinline__ void store8(float *to, const float (&x)[8]) {
     reinterpret_cast<float4 *>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// q and k of a token, 8 elements each in each of kGroup lanes, in float and, with qk_l2norm, over their norm; q . k is returned.
+// Of q and k of a token, 8 elements each in each of kGroup lanes: q . k.
+template <int kGroup>
+__device__ __forceinline__ float product(const float (&q)[8], const float (&k)[8]) {
+    float qk = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) qk += q[i] * k[i];
+    return sum_over<kGroup>(qk);
+}
+
+// With qk_l2norm, both over their norm. Returns what q . k is then to be multiplied by.
+template <int kGroup, class Params>
+__device__ __forceinline__ float over_norms(const Params &p, float (&q)[8], float (&k)[8]) {
+    if (!p.qk_l2norm) return 1.0f;
+    float qq = 0.0f, kk = 0.0f;  // x / sqrt(sum x^2 + 1e-6)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) qq += q[i] * q[i], kk += k[i] * k[i];
+    float rq = rsqrtf(sum_over<kGroup>(qq) + 1e-6f), rk = rsqrtf(sum_over<kGroup>(kk) + 1e-6f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) q[i] *= rq, k[i] *= rk;
+    return rq * rk;
+}
+
+// q and k as loaded, in float and over their norms; q . k is returned.
 template <int kGroup, class Params>
 __device__ __forceinline__ float normalise(const Params &p, const uint4 &raw_q, const uint4 &raw_k, float (&q)[8],
                                            float (&k)[8]) {
     bool bf16 = p.q.dtype == DType::BF16;
-    float qq = 0.0f, kk = 0.0f, qk = 0.0f;
     unpack8(raw_q, bf16, q);
     unpack8(raw_k, bf16, k);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) qk += q[i] * k[i];
-    qk = sum_over<kGroup>(qk);
-    if (p.qk_l2norm) {  // x / sqrt(sum x^2 + 1e-6)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) qq += q[i] * q[i], kk += k[i] * k[i];
-        float rq = rsqrtf(sum_over<kGroup>(qq) + 1e-6f), rk = rsqrtf(sum_over<kGroup>(kk) + 1e-6f);
-        qk *= rq * rk;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) q[i] *= rq, k[i] *= rk;
-    }
-    return qk;
+    float qk = product<kGroup>(q, k);
+    return qk * over_norms<kGroup>(p, q, k);
 }
 
 // exp(A_log), held to what is finite: inf would make inf x 0.
