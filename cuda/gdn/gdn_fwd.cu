@@ -70,7 +70,7 @@ static bool lengths_decide(const DeltaParams &p) {
 
 // Workspace: states and transitions of the segments, then the length of a segment.
 static uint64_t segment_bytes(const DeltaParams &p, int middles) {
-    return static_cast<uint64_t>((middles + p.N) * p.HV * 2 * p.K * p.V * 4);
+    return static_cast<uint64_t>((middles + p.N) * p.HV * 4 * (p.K == 128 ? kSlotFloats<128> : kSlotFloats<64>));
 }
 
 }  // namespace gdn

@@ -16,6 +16,7 @@
 #include "gates.cuh"
 #include "load.cuh"
 #include "precise.cuh"
+#include "ptx/prefetch.cuh"
 #include "state.cuh"
 #include "store.cuh"
 
@@ -85,15 +86,25 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
     // the join, which waits for it, finds the states of both.
-    if constexpr (C::kOutputs) ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
+    if constexpr (!C::kOutputs) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 128) init_barriers<C>(smem);
+    // What else would be waited for before the first tile: the lengths, and the maps that describe tensors.
+    if (threadIdx.x == 0 && params.p.cu_seqlens) ptx::prefetch_global(params.p.cu_seqlens.data);
+    if (threadIdx.x == 32) {
+        ptx::prefetch_tensor_map(&map_k);
+        if constexpr (C::kOutputs) ptx::prefetch_tensor_map(&map_q), ptx::prefetch_tensor_map(&map_o);
+        ptx::prefetch_tensor_map(&map_v);
+    }
     // Blocks above the diagonal of A^ and P stay zero for good.
     constexpr int kProductBytes = sizeof(smem.a) + sizeof(smem.p);
     static_assert(offsetof(Smem<C>, p) == offsetof(Smem<C>, a) + sizeof(smem.a), "A^ and P are cleared as one");
     for (int i = threadIdx.x * 16; i < kProductBytes; i += C::kThreads * 16)
         ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
     ptx::fence_proxy_async_shared_cta();
+    if constexpr (C::kOutputs) {
+        ptx::griddepcontrol_wait();
+        ptx::griddepcontrol_launch_dependents();
+    }
     plan<C>(params, smem);
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);

@@ -10,7 +10,7 @@ struct KernelParams {
     DeltaParams p;
     int middles;               // segments that are neither first nor last, all sequences', which run at once; 0: no cut
     Part part;                 // of the Outputs pass
-    float *g_segments;         // [slots(p)][HV][2][D][D], V-first: the state before the segment; its M
+    float *g_segments;         // [slots(p)][HV][kSlotFloats]: the state before the segment; its M (common/join.cuh)
     int *g_segment_tokens;     // what was chosen
     float scale, lower_bound;  // of p, in float
     int multiprocessors;       // of the device

@@ -243,6 +243,8 @@ namespace linattn::ptx {
 // tma
 inline void fence_proxy_async_shared_cta() {}
 inline void fence_proxy_async_global() {}
+inline void prefetch_tensor_map(const CUtensorMap *) {}
+inline void prefetch_global(const void *) {}
 struct Map {
     char *data;
     int64_t size[4], stride[4];
