@@ -16,6 +16,7 @@
 #include "gates.cuh"
 #include "load.cuh"
 #include "precise.cuh"
+#include "prepare.cuh"
 #include "ptx/prefetch.cuh"
 #include "state.cuh"
 #include "store.cuh"
@@ -23,14 +24,19 @@
 namespace linattn::cuda::gdn {
 
 template <class C>
-__device__ __forceinline__ void init_barriers(Smem<C> &smem) {
+__device__ __forceinline__ void init_barriers(Smem<C> &smem, bool share) {
     constexpr uint32_t kWarp = kWarpArrivals, kStateWarps = 4 * C::kStateGroups * kWarp;
     constexpr uint32_t kAuxWarps = 4 * kWarp;  // of the group that has the chunk
-    smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2) * kWarp);
-    smem.tiles().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps);
+    constexpr uint32_t kHelpers = (C::kPrepared ? 0 : 2) + (C::kOutputs ? 1 : 0);  // gate warps, store warp
+    smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + kHelpers * kWarp);
+    smem.tiles().init(kWarp, (share ? 2 : 1) * kStateWarps + C::kAuxGroups * kAuxWarps);
     smem.values().init(kWarp, C::kOutputs ? kWarp : kStateWarps);
-    smem.tables().init(kWarp, kAuxWarps);
-    smem.products().init(kAuxWarps, kStateWarps);
+    if constexpr (C::kPrepared) {
+        smem.seconds().init(kWarp, kStateWarps);
+    } else {
+        smem.tables().init(kWarp, kAuxWarps);
+        smem.products().init(kAuxWarps, kStateWarps);
+    }
     for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
     for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), kWarp);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
@@ -87,7 +93,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
     // the join, which waits for it, finds the states of both.
     if constexpr (!C::kOutputs) ptx::griddepcontrol_launch_dependents();
-    if (threadIdx.x == 128) init_barriers<C>(smem);
+    const bool share = shares<C>(params);
+    if (threadIdx.x == 128) init_barriers<C>(smem, share);
     // What else would be waited for before the first tile: the lengths, and the maps that describe tensors.
     if (threadIdx.x == 0 && params.p.cu_seqlens) ptx::prefetch_global(params.p.cu_seqlens.data);
     if (threadIdx.x == 32) {
@@ -98,8 +105,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // Blocks above the diagonal of A^ and P stay zero for good.
     constexpr int kProductBytes = sizeof(smem.a) + sizeof(smem.p);
     static_assert(offsetof(Smem<C>, p) == offsetof(Smem<C>, a) + sizeof(smem.a), "A^ and P are cleared as one");
-    for (int i = threadIdx.x * 16; i < kProductBytes; i += C::kThreads * 16)
-        ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
+    if constexpr (!C::kPrepared) {
+        for (int i = threadIdx.x * 16; i < kProductBytes; i += C::kThreads * 16)
+            ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
+    }
     ptx::fence_proxy_async_shared_cta();
     if constexpr (C::kOutputs) {
         ptx::griddepcontrol_wait();
@@ -107,28 +116,36 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     plan<C>(params, smem);
     __syncthreads();
+    if (share) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        ptx::setmaxnreg_dec<C::kLoadRegisters>();
+        if constexpr (C::kShareRegisters) ptx::setmaxnreg_dec<C::kLoadRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (warp == 0)
-            load<C>(params, &map_q, &map_k, &map_v, smem);
-        else if (warp == 2) {
+        if (warp == 0) {
+            if constexpr (C::kPrepared)
+                load_prepared<C>(params, &map_q, &map_k, &map_v, smem);
+            else
+                load<C>(params, &map_q, &map_k, &map_v, smem);
+        } else if (warp == 2) {
             if constexpr (C::kOutputs)
                 store_outputs<C>(params, &map_o, smem);
             else
                 ptx::griddepcontrol_wait();
-        } else
+        } else if constexpr (!C::kPrepared)
             gates<C>(params, smem, warp / 2);
     } else if (group <= C::kStateGroups) {
-        ptx::setmaxnreg_inc<C::kStateRegisters>();
+        if constexpr (C::kShareRegisters) ptx::setmaxnreg_inc<C::kStateRegisters>();
         state<C>(params, smem);
-    } else {
+    } else if constexpr (!C::kPrepared) {
         if constexpr (C::kAuxRegisters > C::kLaunchRegisters)
             ptx::setmaxnreg_inc<C::kAuxRegisters>();
         else
             ptx::setmaxnreg_dec<C::kAuxRegisters>();
         auxiliary<C>(params, smem, group - 1 - C::kStateGroups);
+    }
+    if (share) {  // until nobody writes here any more
+        __syncwarp();
+        ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     }
 }
 
@@ -142,11 +159,11 @@ void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multipro
     config.block.x = C::kThreads;
     // The two SMs of a TPC get CTAs of the same kernel: where First and Transition run side by side on every TPC, each took
     // more than twice its time.
-    if (params.part != Part::Whole && config.grid.x % 2 == 0) config.cluster.x = 2;
+    if ((params.part != Part::Whole || C::kPrepared) && config.grid.x % 2 == 0) config.cluster.x = 2;
     static_assert(sizeof(Smem<C>) <= 232448, "shared memory of a CTA");
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    config.programmatic = !C::kOutputs || params.part == Part::Later || (C::kEither && C::kStateGroups == 1);
+    config.programmatic = !C::kOutputs || params.part == Part::Later || (C::kEither && C::kStateGroups == 1) || C::kPrepared;
     launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o);
 }
 

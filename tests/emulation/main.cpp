@@ -1,6 +1,18 @@
 #include <random>
 #include <string>
 #include "emu.h"
+namespace linattn::ptx {
+inline uint32_t cluster_nctarank() { return 1; }
+inline uint32_t cluster_ctarank() { return 0; }
+inline uint32_t mapa(uint32_t, uint32_t) { abort(); }
+inline void mbarrier_arrive_cluster_release_cta(uint32_t) { abort(); }
+inline void barrier_cluster_arrive() { abort(); }
+inline void barrier_cluster_wait() { abort(); }
+inline void cp_async_bulk_load_multicast(uint32_t, const void *, uint32_t, uint32_t, uint16_t) { abort(); }
+inline void cp_async_bulk_tensor_4d_load_multicast(uint32_t, const CUtensorMap *, uint32_t, int, int, int, int, uint16_t) {
+    abort();
+}
+}  // namespace linattn::ptx
 #include "gdn/gdn_fwd.cu"
 #include "gdn/gdn_fwd.cuh"
 #include "tensor.h"
