@@ -16,8 +16,7 @@ struct alignas(1024) PrepareSmem {
     using Tile = typename Smem<C>::Tile;
     using Product = typename Smem<C>::Product;
     uint8_t k[Tile::kBytes], q[Tile::kBytes];
-    uint8_t a[Tile::kPanels == 2 ? 0 : Product::kBytes];  // else the second panel of q
-    uint8_t p_second[Product::kBytes];
+    uint8_t a[Product::kBytes], p[Product::kBytes], a_second[Product::kBytes];  // second terms of P go where P was
     InverseScratch inverse;
     float query_norm[kChunk];
     float table[C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
@@ -60,27 +59,42 @@ __device__ __forceinline__ void clear_above(uint32_t tile, int w, int lane) {
     for (int j = w + 1; j < 4; j++) ptx::stmatrix_x4(product_block(tile, w, j, lane), {0, 0, 0, 0});
 }
 
-// The table of a chunk of `rows` tokens from item.bos on. By a warp.
-__device__ __forceinline__ void prepare_table(const KernelParams &params, const Item &item, int rows, float *s_table) {
-    const DeltaParams &p = params.p;
-    const int left = rows - 2 * opaque_lane();
-    TokenPair<false> g(p.g, item, 2 * opaque_lane()), betas(p.beta, item, 2 * opaque_lane());
-    g.fetch(p.g, left);
-    betas.fetch(p.beta, left);
-    float x[2], beta[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {  // past the end: no decay, beta 0
-        beta[i] = betas.get(p.beta, i);
-        if (p.beta_form != BetaForm::Weight) beta[i] = sigmoid(beta[i]);
-        if (p.beta_form == BetaForm::LogitsX2) beta[i] += beta[i];
-        beta[i] = left > i ? beta[i] : 0.0f;
-        x[i] = left > i ? log2_decay(params, g.get(p.g, i), item.bias, item.amplitude) : 0.0f;
+// g and beta of the lane's two tokens of a chunk of `rows`, for one head after another.
+struct ChunkGates {
+    const KernelParams &params;
+    Item &item;
+    int left;
+    uint32_t g[2], beta[2];
+    float amplitude, bias;
+
+    // Of item.head.
+    __device__ __forceinline__ void fetch() {
+        const DeltaParams &p = params.p;
+        TokenPair<false> from_g(p.g, item, 2 * opaque_lane()), from_beta(p.beta, item, 2 * opaque_lane());
+        from_g.fetch(p.g, left);
+        from_beta.fetch(p.beta, left);
+        g[0] = from_g.bits[0], g[1] = from_g.bits[1], beta[0] = from_beta.bits[0], beta[1] = from_beta.bits[1];
+        amplitude = p.A_log ? fminf(expf(load_scalar(p.A_log, item.head * p.A_log.stride[0])), 1e30f) : 1.0f;
+        bias = p.dt_bias ? load_scalar(p.dt_bias, item.head * p.dt_bias.stride[0]) : 0.0f;
     }
-    fill_table(s_table, x, beta, params.scale);
-}
+    // By a warp.
+    __device__ __forceinline__ void fill(float *s_table) const {
+        const DeltaParams &p = params.p;
+        float x[2], b[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {  // past the end: no decay, beta 0
+            b[i] = TokenPair<false>::number(p.beta, beta[i]);
+            if (p.beta_form != BetaForm::Weight) b[i] = sigmoid(b[i]);
+            if (p.beta_form == BetaForm::LogitsX2) b[i] += b[i];
+            b[i] = left > i ? b[i] : 0.0f;
+            x[i] = left > i ? log2_decay(params, TokenPair<false>::number(p.g, g[i]), bias, amplitude) : 0.0f;
+        }
+        fill_table(s_table, x, b, params.scale);
+    }
+};
 
 template <class C>
-__global__ void __launch_bounds__(128, 4)
+__global__ void __launch_bounds__(128, 3)
     gdn_fwd_prepare_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ CUtensorMap map_q,
                            const __grid_constant__ CUtensorMap map_k) {
     extern __shared__ __align__(1024) char smem_bytes[];
@@ -88,14 +102,13 @@ __global__ void __launch_bounds__(128, 4)
     using Tile = typename Smem<C>::Tile;
     const DeltaParams &p = params.p;
     ptx::griddepcontrol_launch_dependents();
-    const int HV = static_cast<int>(p.HV);
-    int sequence, within;
+    const int H = static_cast<int>(p.H), group = static_cast<int>(p.HV / p.H), head_qk = blockIdx.x % H, index = blockIdx.x / H;
+    int sequence, within, length;
     Item item;
-    if (!find_chunk(p, blockIdx.x / HV, sequence, within)) return;
+    if (!find_chunk(p, index, sequence, within)) return;
     if (read_row(p, sequence) < 0) return;  // padding
-    int length;
     sequence_range(p, sequence, item.bos, length);
-    item.bos += within * kChunk, item.head = blockIdx.x % HV, item.batch = p.cu_seqlens ? 0 : sequence;
+    item.bos += within * kChunk, item.head = head_qk * group, item.batch = p.cu_seqlens ? 0 : sequence;
     const int left_of_it = length - within * kChunk, rows = left_of_it < kChunk ? left_of_it : kChunk;
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);
     const uint32_t k = ptx::shared_address(smem.k), q = ptx::shared_address(smem.q), landed = ptx::shared_address(&smem.landed);
@@ -103,15 +116,14 @@ __global__ void __launch_bounds__(128, 4)
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::mbarrier_arrive_expect_tx(landed, 2 * Tile::kBytes);
-        const int head_qk = item.head / static_cast<int>(p.HV / p.H);
         load_tile<Tile>(k, &map_k, landed, 0, head_qk, item.bos, item.batch);
         load_tile<Tile>(q, &map_q, landed, 0, head_qk, item.bos, item.batch);
     }
-    if (w == 3) {
-        item.amplitude = p.A_log ? fminf(expf(load_scalar(p.A_log, item.head * p.A_log.stride[0])), 1e30f) : 1.0f;
-        item.bias = p.dt_bias ? load_scalar(p.dt_bias, item.head * p.dt_bias.stride[0]) : 0.0f;
-        prepare_table(params, item, rows, smem.table);
-    }
+    // Warp 3 fills the tables and sends off what is done.
+    ChunkGates gates{params, item, rows - 2 * (lane), {}, {}, 1.0f, 0.0f};
+    if (w == 3) gates.fetch();
+    const uint32_t A = ptx::shared_address(smem.a), P = ptx::shared_address(smem.p), A_second = ptx::shared_address(smem.a_second);
+    clear_above(A, w, lane), clear_above(P, w, lane), clear_above(A_second, w, lane);  // for good
     __syncthreads();
     ptx::mbarrier_wait_parity(landed, 0);
     if (rows < kChunk) {
@@ -122,93 +134,107 @@ __global__ void __launch_bounds__(128, 4)
     }
     InverseScratch &scratch = smem.inverse;
     const uint32_t tw = ptx::shared_address(smem.table) + 64 * w, row_sums = ptx::shared_address(scratch.weights[0]);
-    const uint32_t M = ptx::shared_address(scratch.M[0]), X = ptx::shared_address(scratch.X[0]), P = q;
-    const uint32_t A = Tile::kPanels == 2 ? q + Tile::kPanelStrideBytes : ptx::shared_address(smem.a);
-    float d[32], e[6];
-    Diagonal diagonal;
-    Weights weights;
-    float2 scale = {params.scale, params.scale};
-    issue_product<C>(d, k, k);
-    KeyNorms norms;
-    if constexpr (C::kL2Norm) {
-        query_norms_of_warp<C>(smem.query_norm, q, w, lane);
-        __syncwarp();
-        if (lane < 16) {
-            const float norm = smem.query_norm[16 * w + lane];
-            smem.table[table::kScaledGamma + 16 * w + lane] *= norm;
-            smem.table[table::kRowDecayScaled + 16 * w + lane] *= norm;
-        }
-        scale.x *= smem.query_norm[16 * w + lane / 4], scale.y *= smem.query_norm[16 * w + 8 + lane / 4];
-        norms.read(tw, lane);
-    }
-    ptx::wgmma_wait_group<0>();
-    ptx::register_fence(d);
-    if constexpr (C::kL2Norm) {
-        for_warp(w, [&](auto warp) { norms.choose(d + 8 * decltype(warp)::value, lane); });
-        norms.write(tw, lane);
-        __syncthreads();
-    }
-    for_warp_or_all<C>(w, [&](auto warp) { scale_kk<C, false>(d, diagonal, weights, tw, M, warp, lane); });
-    issue_product<C>(d, q, k);
-    DiagonalDecays(tw, lane).get(e, lane);
-    decay_diagonal(diagonal, e, lane);
-    const uint32_t left = pack_f16(diagonal.left[0], diagonal.left[1]);
-    store_weights(diagonal, weights, left, row_sums + 128 * w + 4 * Lane(lane).lane);
-    ptx::wgmma_wait_group<0>();
-    ptx::register_fence(d);
-    __syncthreads();  // nobody reads Q any more
-    clear_above(A, w, lane), clear_above(P, w, lane);
-    invert_diagonal<C>(diagonal, left, X, A, w, lane);
-    __syncthreads();
-    const Substitution<C> substitution{
-        tw, M + 16 * lane, X + 16 * lane, ptx::shared_address(scratch.X10[0]) + 16 * lane, A, P, row_sums, kX10Barrier,
-        scale, lane};
-    int weight, first = kChunk;
-    for_warp_or_all<C>(w, [&](auto warp) { weight = substitution.run(d, e, warp); });
-    const uint32_t P_second = ptx::shared_address(smem.p_second);
-    if (weight > kMostWhole<C> || rows <= kFewTokens) {
-        first = rows <= kFewTokens ? 0 : first_precise<C>(row_sums, lane);
-        for_warp_or_all<C>(w, [&](auto warp) { store_p<C, true>(d, e, tw, P_second, scale, warp, lane); });
-        clear_above(P_second, w, lane);
+    const uint32_t M = ptx::shared_address(scratch.M[0]), X = ptx::shared_address(scratch.X[0]);
+    if constexpr (C::kL2Norm) query_norms_of_warp<C>(smem.query_norm, q, w, lane);
+    int64_t to = int64_t{index} * p.HV + item.head;
+#pragma unroll 1
+    for (int h = 0; h < group; h++, to++) {
+        float d[32], e[6];
+        Diagonal diagonal;
+        Weights weights;
+        float2 scale = {params.scale, params.scale};
         issue_product<C>(d, k, k);
+        if (w == 3) {
+            if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();  // of the head before
+            __syncwarp();
+            gates.fill(smem.table);
+            item.head++;
+            if (h + 1 < group) gates.fetch();
+        }
+        __syncthreads();
+        KeyNorms norms;
+        if constexpr (C::kL2Norm) {
+            if (lane < 16) {
+                const float norm = smem.query_norm[16 * w + lane];
+                smem.table[table::kScaledGamma + 16 * w + lane] *= norm;
+                smem.table[table::kRowDecayScaled + 16 * w + lane] *= norm;
+            }
+            scale.x *= smem.query_norm[16 * w + lane / 4], scale.y *= smem.query_norm[16 * w + 8 + lane / 4];
+            norms.read(tw, lane);
+        }
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(d);
-        __syncthreads();  // the first pass is over in all warps, and nobody reads K any more
-        const PreciseInverse inverse{ptx::shared_address(&scratch) + 16 * lane, 0, A, k, kX10Barrier, first, lane};
-        Weights ignored;
-        for_warp_or_all<C>(w, [&](auto warp) {
-            scale_kk<C, true>(d, diagonal, ignored, tw, ptx::shared_address(scratch.M[1]), warp, lane);
-        });
-        decay_diagonal(diagonal, e, lane);
-        clear_above(k, w, lane);
-        inverse.invert_diagonal(diagonal, w);
-        __syncthreads();
-        for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
-    }
-    if (threadIdx.x == 0) ptx::st_shared_u32(ptx::shared_address(&smem.table[table::kFirstPrecise]), first);
-    ptx::fence_proxy_async_shared_cta();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        Prepared &g_to = params.g_prepared[blockIdx.x];
-        ptx::cp_async_bulk_store(g_to.a, A, sizeof(g_to.a));
-        ptx::cp_async_bulk_store(g_to.p, P, sizeof(g_to.p));
-        ptx::cp_async_bulk_store(g_to.factors, ptx::shared_address(&smem.table[table::kBeta]), sizeof(g_to.factors));
-        if (first < kChunk) {
-            ptx::cp_async_bulk_store(g_to.a_second, k, sizeof(g_to.a_second));
-            ptx::cp_async_bulk_store(g_to.p_second, P_second, sizeof(g_to.p_second));
+        if constexpr (C::kL2Norm) {
+            for_warp(w, [&](auto warp) { norms.choose(d + 8 * decltype(warp)::value, lane); });
+            norms.write(tw, lane);
+            __syncthreads();
         }
-        ptx::cp_async_bulk_commit_group();
-        params.g_precise[blockIdx.x] = first;
-        ptx::cp_async_bulk_wait_group_read<0>();
+        for_warp_or_all<C>(w, [&](auto warp) { scale_kk<C, false>(d, diagonal, weights, tw, M, warp, lane); });
+        issue_product<C>(d, q, k);
+        DiagonalDecays(tw, lane).get(e, lane);
+        decay_diagonal(diagonal, e, lane);
+        const uint32_t left = pack_f16(diagonal.left[0], diagonal.left[1]);
+        store_weights(diagonal, weights, left, row_sums + 128 * w + 4 * Lane(lane).lane);
+        invert_diagonal<C>(diagonal, left, X, A, w, lane);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(d);
+        __syncthreads();
+        const Substitution<C> substitution{
+            tw, M + 16 * lane, X + 16 * lane, ptx::shared_address(scratch.X10[0]) + 16 * lane, A, P, row_sums, kX10Barrier,
+            scale, lane};
+        int weight, first = kChunk;
+        for_warp_or_all<C>(w, [&](auto warp) { weight = substitution.run(d, e, warp); });
+        Prepared &g_to = params.g_prepared[to];
+        const bool sends = threadIdx.x == 96;
+        if (weight > kMostWhole<C> || rows <= kFewTokens) {
+            first = rows <= kFewTokens ? 0 : first_precise<C>(row_sums, lane);
+            ptx::fence_proxy_async_shared_cta();
+            __syncthreads();  // the first pass is over in all warps
+            if (sends) {
+                ptx::cp_async_bulk_store(g_to.p, P, sizeof(g_to.p));
+                ptx::cp_async_bulk_commit_group();
+                ptx::cp_async_bulk_wait_group_read<0>();
+            }
+            __syncthreads();
+            for_warp_or_all<C>(w, [&](auto warp) { store_p<C, true>(d, e, tw, P, scale, warp, lane); });
+            issue_product<C>(d, k, k);
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(d);
+            const PreciseInverse inverse{ptx::shared_address(&scratch) + 16 * lane, 0, A, A_second, kX10Barrier, first, lane};
+            Weights ignored;
+            for_warp_or_all<C>(w, [&](auto warp) {
+                scale_kk<C, true>(d, diagonal, ignored, tw, ptx::shared_address(scratch.M[1]), warp, lane);
+            });
+            decay_diagonal(diagonal, e, lane);
+            inverse.invert_diagonal(diagonal, w);
+            __syncthreads();
+            for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
+        }
+        if (threadIdx.x == 96) ptx::st_shared_u32(ptx::shared_address(&smem.table[table::kFirstPrecise]), first);
+        ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
+        if (sends) {
+            ptx::cp_async_bulk_store(g_to.a, A, sizeof(g_to.a));
+            if (first < kChunk) {
+                ptx::cp_async_bulk_store(g_to.a_second, A_second, sizeof(g_to.a_second));
+                ptx::cp_async_bulk_store(g_to.p_second, P, sizeof(g_to.p_second));
+            } else {
+                ptx::cp_async_bulk_store(g_to.p, P, sizeof(g_to.p));
+            }
+            ptx::cp_async_bulk_store(g_to.factors, ptx::shared_address(&smem.table[table::kBeta]), sizeof(g_to.factors));
+            ptx::cp_async_bulk_commit_group();
+            params.g_precise[to] = first;
+        }
     }
+    if (threadIdx.x == 96) ptx::cp_async_bulk_wait_group_read<0>();
 }
 
 // chunks: of all sequences, at most.
 template <class C>
 void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
-    static_assert(4 * (sizeof(PrepareSmem<C>) + 1024) <= 228 * 1024, "CTAs of an SM fit");
+    static_assert(3 * (sizeof(PrepareSmem<C>) + 1024) <= 228 * 1024, "CTAs of an SM fit");
     LaunchConfig config;
-    config.grid.x = chunks * params.p.HV;
+    config.grid.x = chunks * params.p.H;
     config.block.x = 128;
     config.smem_bytes = sizeof(PrepareSmem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
