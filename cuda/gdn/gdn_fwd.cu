@@ -5,7 +5,6 @@
 #include "common/device_guard.h"
 #include "common/launch.h"
 #include "common/tensor_map.h"
-#include <cstdlib>
 #include "gdn_join.cuh"
 #include "prepared.cuh"
 
@@ -92,15 +91,15 @@ static uint64_t segment_bytes(const DeltaParams &p, int middles) {
 // Chunks of all sequences, at most, if their A^ and P are prepared: where sequences are cut, while the workspace stays below this.
 constexpr int64_t kMostPreparedBytes = int64_t{768} << 20;
 
-static int mode() {  // 1 cut, 2 narrow too, 4 prepare twice, 8 share
-    static const int mode = getenv("LINATTN_PREP") ? atoi(getenv("LINATTN_PREP")) : 1;
-    return mode;
-}
-
-static int64_t prepared_chunks(const DeltaParams &p, int multiprocessors, int middles) {
-    if (mode() == 0 || p.K != 128 || (middles == 0 && !((mode() & 2) && narrow(p, multiprocessors)))) return 0;
+static int64_t prepared_chunks(const DeltaParams &p, int middles) {
+    if (p.K != 128 || middles == 0) return 0;
     const int64_t chunks = p.cu_seqlens ? p.T / kChunk + p.N : (p.T + kChunk - 1) / kChunk * p.N;
     return chunks * p.HV * static_cast<int64_t>(sizeof(Prepared)) <= kMostPreparedBytes ? chunks : 0;
+}
+
+// Value heads of a key head share its K and Q in a CTA; but where they would be too few CTAs, each head has one.
+static int prepare_heads(const DeltaParams &p, int64_t chunks, int multiprocessors) {
+    return chunks * p.H >= 6 * multiprocessors ? static_cast<int>(p.HV / p.H) : 1;
 }
 
 static uint64_t prepared_bytes(const DeltaParams &p, int64_t chunks) {
@@ -118,8 +117,9 @@ bool gdn_chunked_fits(const DeltaParams &p) {
 
 uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
     const int middles = gdn::middle_segments(p, multiprocessors);
-    const uint64_t prepared = gdn::prepared_bytes(p, gdn::prepared_chunks(p, multiprocessors, middles));
-    return middles == 0 && prepared == 0 ? 0 : prepared + gdn::segment_bytes(p, middles) + 160;  // of these to align it
+    if (middles == 0) return 0;
+    return gdn::prepared_bytes(p, gdn::prepared_chunks(p, middles)) + gdn::segment_bytes(p, middles) +
+           160;  // of these to align it
 }
 
 void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
@@ -137,12 +137,11 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                            static_cast<float>(p.lower_bound),
                            multiprocessors};
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 127);
-    if (const int64_t chunks = prepared_chunks(p, multiprocessors, params.middles)) {
+    if (const int64_t chunks = prepared_chunks(p, params.middles)) {
         params.g_prepared = reinterpret_cast<Prepared *>(workspace);
         workspace += sizeof(Prepared) * static_cast<uint64_t>(chunks * p.HV);
         params.g_precise = reinterpret_cast<int *>(workspace + segment_bytes(p, params.middles) + 16);
-        params.share = (mode() & 8) != 0;
-        for (int i = 0; i < (mode() & 4 ? 2 : 1); i++)
+        params.prepare_heads = prepare_heads(p, chunks, multiprocessors);
         p.q.dtype == DType::BF16 ? prepare<__nv_bfloat16>(params, maps, chunks) : prepare<__half>(params, maps, chunks);
     }
     if (params.middles != 0) {

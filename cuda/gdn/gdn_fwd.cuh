@@ -7,6 +7,7 @@
 // (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). Roles meet at mbarriers only:
 //   tiles (K, Q): load -> AUX, gates where they norm q; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
 //   tile and table as well; values (V): load -> state; output_ready: state -> store, which gives the values' stage back.
+// Where A^, P and tables were prepared (prepare.cuh) they come with K and Q, and AUX and the gates' warps have no work.
 // Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 224 KB at K = V = 128,
 // 228 KB with 64 columns.
 #pragma once
@@ -24,12 +25,12 @@
 namespace linattn::cuda::gdn {
 
 template <class C>
-__device__ __forceinline__ void init_barriers(Smem<C> &smem, bool share) {
+__device__ __forceinline__ void init_barriers(Smem<C> &smem) {
     constexpr uint32_t kWarp = kWarpArrivals, kStateWarps = 4 * C::kStateGroups * kWarp;
-    constexpr uint32_t kAuxWarps = 4 * kWarp;  // of the group that has the chunk
+    constexpr uint32_t kAuxWarps = 4 * kWarp;                                      // of the group that has the chunk
     constexpr uint32_t kHelpers = (C::kPrepared ? 0 : 2) + (C::kOutputs ? 1 : 0);  // gate warps, store warp
     smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + kHelpers * kWarp);
-    smem.tiles().init(kWarp, (share ? 2 : 1) * kStateWarps + C::kAuxGroups * kAuxWarps);
+    smem.tiles().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps);
     smem.values().init(kWarp, C::kOutputs ? kWarp : kStateWarps);
     if constexpr (C::kPrepared) {
         smem.seconds().init(kWarp, kStateWarps);
@@ -93,8 +94,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
     // the join, which waits for it, finds the states of both.
     if constexpr (!C::kOutputs) ptx::griddepcontrol_launch_dependents();
-    const bool share = shares<C>(params);
-    if (threadIdx.x == 128) init_barriers<C>(smem, share);
+    if (threadIdx.x == 128) init_barriers<C>(smem);
     // What else would be waited for before the first tile: the lengths, and the maps that describe tensors.
     if (threadIdx.x == 0 && params.p.cu_seqlens) ptx::prefetch_global(params.p.cu_seqlens.data);
     if (threadIdx.x == 32) {
@@ -116,7 +116,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     plan<C>(params, smem);
     __syncthreads();
-    if (share) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         if constexpr (C::kShareRegisters) ptx::setmaxnreg_dec<C::kLoadRegisters>();
@@ -143,10 +142,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             ptx::setmaxnreg_dec<C::kAuxRegisters>();
         auxiliary<C>(params, smem, group - 1 - C::kStateGroups);
     }
-    if (share) {  // until nobody writes here any more
-        __syncwarp();
-        ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
-    }
 }
 
 template <class C>
@@ -159,7 +154,7 @@ void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multipro
     config.block.x = C::kThreads;
     // The two SMs of a TPC get CTAs of the same kernel: where First and Transition run side by side on every TPC, each took
     // more than twice its time.
-    if ((params.part != Part::Whole || C::kPrepared) && config.grid.x % 2 == 0) config.cluster.x = 2;
+    if (params.part != Part::Whole && config.grid.x % 2 == 0) config.cluster.x = 2;
     static_assert(sizeof(Smem<C>) <= 232448, "shared memory of a CTA");
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(2 * D) gdn_join_kernel(const __grid_constant__
     if (hops <= 0) return;
     const int64_t step = p.HV * int64_t{kSlotFloats<D>};
     join_segments(*reinterpret_cast<JoinSmem<D> *>(smem_bytes),
-                  params.g_segments + first_slot(p, segment_tokens, sequence) * step + head * int64_t{kSlotFloats<D>}, step, hops, slice);
+                  params.g_segments + first_slot(p, segment_tokens, sequence) * step + head * int64_t{kSlotFloats<D>}, step,
+                  hops, slice);
 }
 
 }  // namespace linattn::cuda::gdn

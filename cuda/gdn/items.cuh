@@ -10,15 +10,15 @@ struct Prepared;  // prepared.cuh
 
 struct KernelParams {
     DeltaParams p;
-    int middles;               // segments that are neither first nor last, all sequences', which run at once; 0: no cut
-    Part part;                 // of the Outputs pass
-    float *g_segments;         // [slots(p)][HV][kSlotFloats]: the state before the segment; its M (common/join.cuh)
-    int *g_segment_tokens;     // what was chosen
-    float scale, lower_bound;  // of p, in float
-    int multiprocessors;       // of the device
+    int middles;                     // segments that are neither first nor last, all sequences', which run at once; 0: no cut
+    Part part;                       // of the Outputs pass
+    float *g_segments;               // [slots(p)][HV][kSlotFloats]: the state before the segment; its M (common/join.cuh)
+    int *g_segment_tokens;           // what was chosen
+    float scale, lower_bound;        // of p, in float
+    int multiprocessors;             // of the device
     Prepared *g_prepared = nullptr;  // [chunks][HV], or nothing is prepared
     int *g_precise = nullptr;        // [chunks][HV], first_precise of each
-    bool share = false;              // two CTAs of a cluster load half of what both need
+    int prepare_heads = 0;           // value heads that a CTA prepares, one after another
 };
 
 // Places in the workspace: every segment but the first of each sequence.

@@ -1,8 +1,8 @@
 // gdn_fwd_prepare_kernel: of one chunk and value head of a cut sequence, what does not depend on the state: A^, P and the factors, to
 // the workspace. It is AUX's work (aux.cuh, precise.cuh) and the gate warps' (gates.cuh), once instead of in each pass over the chunk
 // and in each CTA that has columns of it; here 1/|q| goes into P and the factors of Q S.
-// Grid: chunks of all sequences x value heads. Block: four warps, four CTAs on an SM, since each is a chain of short steps.
-// Shared memory, 56 KB: K and Q, in whose place P and A^ lie once Q K^T is there, and second terms of A^ once K K^T is there again.
+// Grid: chunks of all sequences x groups of value heads of one key head, which are taken in turn. Block: four warps, three CTAs on an
+// SM, since each is a chain of short steps. Shared memory: 72 KB.
 #pragma once
 #include "common/launch.h"
 #include "gates.cuh"
@@ -102,13 +102,14 @@ __global__ void __launch_bounds__(128, 3)
     using Tile = typename Smem<C>::Tile;
     const DeltaParams &p = params.p;
     ptx::griddepcontrol_launch_dependents();
-    const int H = static_cast<int>(p.H), group = static_cast<int>(p.HV / p.H), head_qk = blockIdx.x % H, index = blockIdx.x / H;
+    const int heads = params.prepare_heads, ctas = static_cast<int>(p.HV) / heads;  // of a chunk
+    const int index = blockIdx.x / ctas;
     int sequence, within, length;
     Item item;
     if (!find_chunk(p, index, sequence, within)) return;
     if (read_row(p, sequence) < 0) return;  // padding
     sequence_range(p, sequence, item.bos, length);
-    item.bos += within * kChunk, item.head = head_qk * group, item.batch = p.cu_seqlens ? 0 : sequence;
+    item.bos += within * kChunk, item.head = blockIdx.x % ctas * heads, item.batch = p.cu_seqlens ? 0 : sequence;
     const int left_of_it = length - within * kChunk, rows = left_of_it < kChunk ? left_of_it : kChunk;
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32);
     const uint32_t k = ptx::shared_address(smem.k), q = ptx::shared_address(smem.q), landed = ptx::shared_address(&smem.landed);
@@ -116,13 +117,15 @@ __global__ void __launch_bounds__(128, 3)
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::mbarrier_arrive_expect_tx(landed, 2 * Tile::kBytes);
+        const int head_qk = item.head / static_cast<int>(p.HV / p.H);
         load_tile<Tile>(k, &map_k, landed, 0, head_qk, item.bos, item.batch);
         load_tile<Tile>(q, &map_q, landed, 0, head_qk, item.bos, item.batch);
     }
     // Warp 3 fills the tables and sends off what is done.
-    ChunkGates gates{params, item, rows - 2 * (lane), {}, {}, 1.0f, 0.0f};
+    ChunkGates gates{params, item, rows - 2 * lane, {}, {}, 1.0f, 0.0f};
     if (w == 3) gates.fetch();
-    const uint32_t A = ptx::shared_address(smem.a), P = ptx::shared_address(smem.p), A_second = ptx::shared_address(smem.a_second);
+    const uint32_t A = ptx::shared_address(smem.a), P = ptx::shared_address(smem.p),
+                   A_second = ptx::shared_address(smem.a_second);
     clear_above(A, w, lane), clear_above(P, w, lane), clear_above(A_second, w, lane);  // for good
     __syncthreads();
     ptx::mbarrier_wait_parity(landed, 0);
@@ -138,7 +141,7 @@ __global__ void __launch_bounds__(128, 3)
     if constexpr (C::kL2Norm) query_norms_of_warp<C>(smem.query_norm, q, w, lane);
     int64_t to = int64_t{index} * p.HV + item.head;
 #pragma unroll 1
-    for (int h = 0; h < group; h++, to++) {
+    for (int h = 0; h < heads; h++, to++) {
         float d[32], e[6];
         Diagonal diagonal;
         Weights weights;
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(128, 3)
             __syncwarp();
             gates.fill(smem.table);
             item.head++;
-            if (h + 1 < group) gates.fetch();
+            if (h + 1 < heads) gates.fetch();
         }
         __syncthreads();
         KeyNorms norms;
@@ -180,12 +183,12 @@ __global__ void __launch_bounds__(128, 3)
         ptx::register_fence(d);
         __syncthreads();
         const Substitution<C> substitution{
-            tw, M + 16 * lane, X + 16 * lane, ptx::shared_address(scratch.X10[0]) + 16 * lane, A, P, row_sums, kX10Barrier,
-            scale, lane};
+            tw,          M + 16 * lane, X + 16 * lane, ptx::shared_address(scratch.X10[0]) + 16 * lane, A, P, row_sums,
+            kX10Barrier, scale,         lane};
         int weight, first = kChunk;
         for_warp_or_all<C>(w, [&](auto warp) { weight = substitution.run(d, e, warp); });
         Prepared &g_to = params.g_prepared[to];
-        const bool sends = threadIdx.x == 96;
+        const bool sends = threadIdx.x == 96;  // in warp 3, which waits for it before it fills the next table
         if (weight > kMostWhole<C> || rows <= kFewTokens) {
             first = rows <= kFewTokens ? 0 : first_precise<C>(row_sums, lane);
             ptx::fence_proxy_async_shared_cta();
@@ -210,7 +213,7 @@ __global__ void __launch_bounds__(128, 3)
             __syncthreads();
             for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
         }
-        if (threadIdx.x == 96) ptx::st_shared_u32(ptx::shared_address(&smem.table[table::kFirstPrecise]), first);
+        if (sends) ptx::st_shared_u32(ptx::shared_address(&smem.table[table::kFirstPrecise]), first);
         ptx::fence_proxy_async_shared_cta();
         __syncthreads();
         if (sends) {
@@ -234,7 +237,7 @@ template <class C>
 void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
     static_assert(3 * (sizeof(PrepareSmem<C>) + 1024) <= 228 * 1024, "CTAs of an SM fit");
     LaunchConfig config;
-    config.grid.x = chunks * params.p.H;
+    config.grid.x = chunks * (params.p.HV / params.prepare_heads);
     config.block.x = 128;
     config.smem_bytes = sizeof(PrepareSmem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);

@@ -14,13 +14,6 @@ struct alignas(128) Prepared {
     alignas(128) uint8_t a_second[kChunk * kChunk * 2], p_second[kChunk * kChunk * 2];  // only where a token needs them
 };
 
-// CTAs that need the same K, Q, A^ and P: halves of V, or N and M. In a cluster of two each loads half of them for both.
-template <class C>
-__device__ __forceinline__ bool shares(const KernelParams &params) {
-    if constexpr (!C::kPrepared) return false;
-    return params.share && ptx::cluster_nctarank() == 2;
-}
-
 // The load warp of a scan over prepared chunks: as load() does, with A^, P and factors on the tiles' barrier.
 template <class C>
 __device__ __forceinline__ void load_prepared(const KernelParams &params, const CUtensorMap *map_q, const CUtensorMap *map_k,
@@ -33,8 +26,6 @@ __device__ __forceinline__ void load_prepared(const KernelParams &params, const 
     RingState<kItemStages> slot;
     RingState<1> second;
     uint32_t tail_phase = 0;
-    const bool share = shares<C>(params);
-    const uint32_t part = share ? ptx::cluster_ctarank() : 0;
     for (uint32_t round = 0; round * gridDim.x < smem.items; round++) {
         smem.item_ring().wait_empty(slot);
         Item &item = smem.item[slot.stage];
@@ -72,26 +63,11 @@ __device__ __forceinline__ void load_prepared(const KernelParams &params, const 
                 const auto copy = [&](const void *s_to, const void *from, uint32_t bytes) {
                     ptx::cp_async_bulk_load(ptx::shared_address(s_to), from, bytes, to);
                 };
-                if (share && !tail) {  // a tail's barrier may be waited for there while the next tail is loaded here
-                    const auto tile = [&](uint32_t s_to, const CUtensorMap *map) {
-                        ptx::cp_async_bulk_tensor_4d_load_multicast(s_to + part * S::Tile::kPanelStrideBytes, map, to, 64 * part,
-                                                                    head_qk, item.bos + at, item.batch, 3);
-                    };
-                    const auto half = [&](const uint8_t *s_to, const uint8_t *from) {
-                        constexpr uint32_t kHalf = S::Product::kBytes / 2;
-                        ptx::cp_async_bulk_load_multicast(ptx::shared_address(s_to) + part * kHalf, from + part * kHalf, kHalf, to,
-                                                          3);
-                    };
-                    tile(k, map_k);
-                    half(smem.a[place.stage], g_from.a);
-                    if constexpr (C::kOutputs) tile(q, map_q), half(smem.p[place.stage], g_from.p);
-                } else {
-                    load_tile<typename S::Tile>(k, map_k, to, 0, head_qk, item.bos + at, item.batch);
-                    copy(smem.a[place.stage], g_from.a, sizeof(g_from.a));
-                    if constexpr (C::kOutputs) {
-                        load_tile<typename S::Tile>(q, map_q, to, 0, head_qk, item.bos + at, item.batch);
-                        copy(smem.p[place.stage], g_from.p, sizeof(g_from.p));
-                    }
+                load_tile<typename S::Tile>(k, map_k, to, 0, head_qk, item.bos + at, item.batch);
+                copy(smem.a[place.stage], g_from.a, sizeof(g_from.a));
+                if constexpr (C::kOutputs) {
+                    load_tile<typename S::Tile>(q, map_q, to, 0, head_qk, item.bos + at, item.batch);
+                    copy(smem.p[place.stage], g_from.p, sizeof(g_from.p));
                 }
                 copy(&smem.table[place.stage][table::kBeta], g_from.factors, sizeof(g_from.factors));
                 if (low) {

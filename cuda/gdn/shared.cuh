@@ -60,7 +60,7 @@ struct Config {
     static constexpr int kStateRegisters = kPrepared ? 232 : kStateGroups == 2 ? 208 : 240;
     static constexpr int kAuxRegisters = kStateGroups == 2 ? 72 : 120;
     static_assert(!kShareRegisters || kLoadRegisters + kStateGroups * kStateRegisters + kAuxGroups * kAuxRegisters <=
-                  kThreads / 128 * kLaunchRegisters);
+                                          kThreads / 128 * kLaunchRegisters);
     static_assert(D == 64 || D == 128, "K = V = 64 or 128");
     static_assert(kColumns == 64 || (kColumns == 128 && D == 128), "V is cut into pieces of 64 or 128 columns");
 };

@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "common/fragments.cuh"
-#include "prepared.cuh"
+#include "items.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
@@ -40,7 +40,6 @@ struct StateLoop {
     RingState<kValueStages> value;
     RingState<C::kFactorStages> factors;
     RingState<C::kProductStages> product;
-    uint32_t other_tiles = 0;  // the tiles' barriers of the CTA that shares them
 
     __device__ __forceinline__ uint32_t product_low(const uint8_t *tile, int row) const {
         return S::Product::k_major_low(ptx::shared_address(tile), row, 0);
@@ -119,10 +118,6 @@ struct StateLoop {
         __syncwarp();
         if (kWarpArrivals == 32 || lane == 0) {
             ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
-            if constexpr (C::kPrepared) {
-                if (other_tiles != 0)
-                    ptx::mbarrier_arrive_cluster_release_cta(Ring<kTileStages>{other_tiles}.empty(tile.stage));
-            }
             if constexpr (!C::kOutputs) {
                 if constexpr (!C::kPrepared) ptx::mbarrier_arrive(smem.products().empty(product.stage));
                 ptx::mbarrier_arrive(smem.values().empty(value.stage));
@@ -458,8 +453,6 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
     const int lane = threadIdx.x % 32;
     const int row = 64 * state_group() + 16 * (threadIdx.x / 32 % 4) + lane / 4, k = 2 * (lane % 4);
     StateLoop<C> loop{smem, {}, {}, {}, {}};
-    if (shares<C>(params))
-        loop.other_tiles = ptx::mapa(ptx::shared_address(smem.tile_barriers), ptx::cluster_ctarank() ^ 1);
     float s[C::D / 2];
     if (C::kStateGroups == 2 && state_group() == 1) ptx::bar_arrive(kTurnBarrier, 256);
     ItemReader<C> items{smem};
