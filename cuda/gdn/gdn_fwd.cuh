@@ -18,7 +18,6 @@
 #include "load.cuh"
 #include "precise.cuh"
 #include "prepare.cuh"
-#include "ptx/prefetch.cuh"
 #include "state.cuh"
 #include "store.cuh"
 
@@ -95,12 +94,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // the join, which waits for it, finds the states of both.
     if constexpr (!C::kOutputs) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 128) init_barriers<C>(smem);
-    // What else would be waited for before the first tile: the lengths, and the maps that describe tensors.
-    if (threadIdx.x == 0 && params.p.cu_seqlens) ptx::prefetch_global(params.p.cu_seqlens.data);
+    // Or else the first copies wait for them.
     if (threadIdx.x == 32) {
-        ptx::prefetch_tensor_map(&map_k);
-        if constexpr (C::kOutputs) ptx::prefetch_tensor_map(&map_q), ptx::prefetch_tensor_map(&map_o);
-        ptx::prefetch_tensor_map(&map_v);
+        ptx::prefetch_tensormap(&map_k);
+        if constexpr (C::kOutputs) ptx::prefetch_tensormap(&map_q), ptx::prefetch_tensormap(&map_o);
+        ptx::prefetch_tensormap(&map_v);
     }
     // Blocks above the diagonal of A^ and P stay zero for good.
     constexpr int kProductBytes = sizeof(smem.a) + sizeof(smem.p);

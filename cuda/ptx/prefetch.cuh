@@ -1,4 +1,4 @@
-// Prefetches: hints. PTX ISA 9.7.9.16 prefetch, 9.7.9.27.9 cp.async.bulk.prefetch.tensor.
+// Prefetches of boxes of a tensor map to L2: hints. PTX ISA 9.7.9.27.9 cp.async.bulk.prefetch.tensor.
 #pragma once
 #include <cuda.h>
 
@@ -12,16 +12,6 @@ __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_4d(const CUtensorM
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
                  "r"(c2), "r"(c3)
                  : "memory");
-}
-
-// A tensor map (a kernel's __grid_constant__ parameter) to the cache that copies read it from.
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// A line of global memory to L1.
-__device__ __forceinline__ void prefetch_global(const void *g_line) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(g_line) : "memory");
 }
 
 }  // namespace linattn::ptx
