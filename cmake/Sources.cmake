@@ -32,6 +32,7 @@ set(LINATTN_CUDA_SOURCES
   cuda/gdn/gdn_fwd_64.cu
   cuda/gdn/gdn_fwd_bf16_128.cu
   cuda/gdn/gdn_fwd_f16_128.cu
+  cuda/gdn/gdn_prepared_128.cu
   cuda/gdn/gdn_transition_128.cu
   cuda/gdn/gdn_transition_64.cu
   cuda/kda/kda_fwd.cu

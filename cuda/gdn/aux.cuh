@@ -333,9 +333,9 @@ __device__ __forceinline__ uint32_t term(float a, float b) {
     return kSecond ? second_term<T>(first, a, b) : first;
 }
 
-// Row w of Q K^T -> P, or its second terms.
+// Row w of Q K^T -> P, or its second terms. scale: of the diagonal block's rows g and g + 8.
 template <class C, bool kSecond, class W>
-__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float scale, W w,
+__device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6], uint32_t t, uint32_t P, float2 scale, W w,
                                         int l) {
     if constexpr (!C::kOutputs) return;
     using T = typename C::T;
@@ -358,8 +358,8 @@ __device__ __forceinline__ void store_p(const float (&d)[32], const float (&e)[6
     float4 r = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (C::kL2Norm) r = ptx::ld_shared_v4_f32(t + 4 * table::kColumnNormK + at.q * 16);
     // The masked elements of e are 0 and those of d finite: q and k rows past the end are cleared.
-    float f[6] = {e[0] * scale * r.x, e[1] * scale * r.y, e[2] * scale * r.x,
-                  e[3] * scale * r.y, e[4] * scale * r.z, e[5] * scale * r.w};
+    float f[6] = {e[0] * scale.x * r.x, e[1] * scale.x * r.y, e[2] * scale.y * r.x,
+                  e[3] * scale.y * r.y, e[4] * scale.y * r.z, e[5] * scale.y * r.w};
     if constexpr (C::kSharedCode) ptx::register_fence(f);  // or else they are computed behind the branch, once for each warp
     uint32_t block[4];
     for_warp(w, [&](auto warp) {
@@ -396,7 +396,7 @@ __device__ __forceinline__ void pack_block(uint32_t (&r)[4], const float (&d)[8]
 template <class C>
 struct Substitution {
     uint32_t tw, M, X, X10, A, P, weights, x10_barrier;
-    float scale;
+    float2 scale;
     int lane;
 
     __device__ __forceinline__ uint32_t m(int i, int j) const { return M + (i * (i - 1) / 2 + j) * 512; }

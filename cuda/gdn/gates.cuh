@@ -41,11 +41,12 @@ struct TokenPair {
         }
         from += bytes(t, 2 * kChunk * t.stride[1]);
     }
-    __device__ __forceinline__ float get(const Tensor &t, int i) const {
-        if (is_f32(t)) return __uint_as_float(bits[i]);
-        return t.dtype == DType::BF16 ? __uint_as_float(bits[i] << 16)
-                                      : __half2float(__ushort_as_half(static_cast<uint16_t>(bits[i])));
+    __device__ __forceinline__ static float number(const Tensor &t, uint32_t bits) {
+        if (is_f32(t)) return __uint_as_float(bits);
+        return t.dtype == DType::BF16 ? __uint_as_float(bits << 16)
+                                      : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
     }
+    __device__ __forceinline__ float get(const Tensor &t, int i) const { return number(t, bits[i]); }
 };
 
 __device__ __forceinline__ float sigmoid(float x) { return ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(-kLog2E * x)); }

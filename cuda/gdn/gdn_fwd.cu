@@ -6,6 +6,7 @@
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "gdn_join.cuh"
+#include "prepared.cuh"
 
 namespace linattn::cuda {
 namespace gdn {
@@ -28,12 +29,26 @@ static void launch_columns(const KernelParams &params, const TensorMaps &maps, i
 template <Pass kPass>
 static void launch_pass(const KernelParams &params, const TensorMaps &maps, int multiprocessors, bool narrow_columns) {
     const bool bf16 = params.p.q.dtype == DType::BF16;
+    if constexpr (kPass != Pass::Either) {
+        if (params.g_prepared) {
+            constexpr int kColumns = kPass == Pass::Outputs ? 64 : 128;
+            bf16 ? launch_fwd<Config<__nv_bfloat16, 128, kColumns, false, kPass, true>>(params, maps, multiprocessors)
+                 : launch_fwd<Config<__half, 128, kColumns, false, kPass, true>>(params, maps, multiprocessors);
+            return;
+        }
+    }
     if (params.p.K == 128)
         bf16 ? launch_columns<__nv_bfloat16, 128, kPass>(params, maps, multiprocessors, narrow_columns)
              : launch_columns<__half, 128, kPass>(params, maps, multiprocessors, narrow_columns);
     else if constexpr (kPass != Pass::Either)
         bf16 ? launch_columns<__nv_bfloat16, 64, kPass>(params, maps, multiprocessors, narrow_columns)
              : launch_columns<__half, 64, kPass>(params, maps, multiprocessors, narrow_columns);
+}
+
+template <class T>
+static void prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
+    params.p.qk_l2norm ? launch_prepare<Config<T, 128, 64, true, Pass::Outputs>>(params, maps, chunks)
+                       : launch_prepare<Config<T, 128, 64, false, Pass::Outputs>>(params, maps, chunks);
 }
 
 template <int D>
@@ -70,7 +85,25 @@ static bool lengths_decide(const DeltaParams &p) {
 
 // Workspace: states and transitions of the segments, then the length of a segment.
 static uint64_t segment_bytes(const DeltaParams &p, int middles) {
-    return static_cast<uint64_t>((middles + p.N) * p.HV * 2 * p.K * p.V * 4);
+    return static_cast<uint64_t>((middles + p.N) * p.HV * 4 * (p.K == 128 ? kSlotFloats<128> : kSlotFloats<64>));
+}
+
+// Chunks of all sequences, at most, if their A^ and P are prepared: where sequences are cut, while the workspace stays below this.
+constexpr int64_t kMostPreparedBytes = int64_t{768} << 20;
+
+static int64_t prepared_chunks(const DeltaParams &p, int middles) {
+    if (p.K != 128 || middles == 0) return 0;
+    const int64_t chunks = p.cu_seqlens ? p.T / kChunk + p.N : (p.T + kChunk - 1) / kChunk * p.N;
+    return chunks * p.HV * static_cast<int64_t>(sizeof(Prepared)) <= kMostPreparedBytes ? chunks : 0;
+}
+
+// Value heads of a key head share its K and Q in a CTA; but where they would be too few CTAs, each head has one.
+static int prepare_heads(const DeltaParams &p, int64_t chunks, int multiprocessors) {
+    return chunks * p.H >= 6 * multiprocessors ? static_cast<int>(p.HV / p.H) : 1;
+}
+
+static uint64_t prepared_bytes(const DeltaParams &p, int64_t chunks) {
+    return static_cast<uint64_t>(chunks * p.HV) * (sizeof(Prepared) + sizeof(int));
 }
 
 }  // namespace gdn
@@ -84,7 +117,9 @@ bool gdn_chunked_fits(const DeltaParams &p) {
 
 uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
     const int middles = gdn::middle_segments(p, multiprocessors);
-    return middles == 0 ? 0 : gdn::segment_bytes(p, middles) + 32;  // 16 of them to align it
+    if (middles == 0) return 0;
+    return gdn::prepared_bytes(p, gdn::prepared_chunks(p, middles)) + gdn::segment_bytes(p, middles) +
+           160;  // of these to align it
 }
 
 void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
@@ -101,8 +136,15 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                            static_cast<float>(p.scale),
                            static_cast<float>(p.lower_bound),
                            multiprocessors};
+    char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 127);
+    if (const int64_t chunks = prepared_chunks(p, params.middles)) {
+        params.g_prepared = reinterpret_cast<Prepared *>(workspace);
+        workspace += sizeof(Prepared) * static_cast<uint64_t>(chunks * p.HV);
+        params.g_precise = reinterpret_cast<int *>(workspace + segment_bytes(p, params.middles) + 16);
+        params.prepare_heads = prepare_heads(p, chunks, multiprocessors);
+        p.q.dtype == DType::BF16 ? prepare<__nv_bfloat16>(params, maps, chunks) : prepare<__half>(params, maps, chunks);
+    }
     if (params.middles != 0) {
-        char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 15);
         params.g_segments = reinterpret_cast<float *>(workspace);
         params.g_segment_tokens = reinterpret_cast<int *>(workspace + segment_bytes(p, params.middles));
         params.part = Part::First;

@@ -7,6 +7,7 @@
 // (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). Roles meet at mbarriers only:
 //   tiles (K, Q): load -> AUX, gates where they norm q; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
 //   tile and table as well; values (V): load -> state; output_ready: state -> store, which gives the values' stage back.
+// Where A^, P and tables were prepared (prepare.cuh) they come with K and Q, and AUX and the gates' warps have no work.
 // Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 224 KB at K = V = 128,
 // 228 KB with 64 columns.
 #pragma once
@@ -16,6 +17,7 @@
 #include "gates.cuh"
 #include "load.cuh"
 #include "precise.cuh"
+#include "prepare.cuh"
 #include "state.cuh"
 #include "store.cuh"
 
@@ -24,12 +26,17 @@ namespace linattn::cuda::gdn {
 template <class C>
 __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
     constexpr uint32_t kWarp = kWarpArrivals, kStateWarps = 4 * C::kStateGroups * kWarp;
-    constexpr uint32_t kAuxWarps = 4 * kWarp;  // of the group that has the chunk
-    smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kOutputs ? 3 : 2) * kWarp);
+    constexpr uint32_t kAuxWarps = 4 * kWarp;                                      // of the group that has the chunk
+    constexpr uint32_t kHelpers = (C::kPrepared ? 0 : 2) + (C::kOutputs ? 1 : 0);  // gate warps, store warp
+    smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + kHelpers * kWarp);
     smem.tiles().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps);
     smem.values().init(kWarp, C::kOutputs ? kWarp : kStateWarps);
-    smem.tables().init(kWarp, kAuxWarps);
-    smem.products().init(kAuxWarps, kStateWarps);
+    if constexpr (C::kPrepared) {
+        smem.seconds().init(kWarp, kStateWarps);
+    } else {
+        smem.tables().init(kWarp, kAuxWarps);
+        smem.products().init(kAuxWarps, kStateWarps);
+    }
     for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
     for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), kWarp);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
@@ -85,34 +92,48 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
     // the join, which waits for it, finds the states of both.
-    if constexpr (C::kOutputs) ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
+    if constexpr (!C::kOutputs) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 128) init_barriers<C>(smem);
+    // Or else the first copies wait for them.
+    if (threadIdx.x == 32) {
+        ptx::prefetch_tensormap(&map_k);
+        if constexpr (C::kOutputs) ptx::prefetch_tensormap(&map_q), ptx::prefetch_tensormap(&map_o);
+        ptx::prefetch_tensormap(&map_v);
+    }
     // Blocks above the diagonal of A^ and P stay zero for good.
     constexpr int kProductBytes = sizeof(smem.a) + sizeof(smem.p);
     static_assert(offsetof(Smem<C>, p) == offsetof(Smem<C>, a) + sizeof(smem.a), "A^ and P are cleared as one");
-    for (int i = threadIdx.x * 16; i < kProductBytes; i += C::kThreads * 16)
-        ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
+    if constexpr (!C::kPrepared) {
+        for (int i = threadIdx.x * 16; i < kProductBytes; i += C::kThreads * 16)
+            ptx::st_shared_v4_u32(ptx::shared_address(smem.a) + i, make_uint4(0, 0, 0, 0));
+    }
     ptx::fence_proxy_async_shared_cta();
+    if constexpr (C::kOutputs) {
+        ptx::griddepcontrol_wait();
+        ptx::griddepcontrol_launch_dependents();
+    }
     plan<C>(params, smem);
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        ptx::setmaxnreg_dec<C::kLoadRegisters>();
+        if constexpr (C::kShareRegisters) ptx::setmaxnreg_dec<C::kLoadRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (warp == 0)
-            load<C>(params, &map_q, &map_k, &map_v, smem);
-        else if (warp == 2) {
+        if (warp == 0) {
+            if constexpr (C::kPrepared)
+                load_prepared<C>(params, &map_q, &map_k, &map_v, smem);
+            else
+                load<C>(params, &map_q, &map_k, &map_v, smem);
+        } else if (warp == 2) {
             if constexpr (C::kOutputs)
                 store_outputs<C>(params, &map_o, smem);
             else
                 ptx::griddepcontrol_wait();
-        } else
+        } else if constexpr (!C::kPrepared)
             gates<C>(params, smem, warp / 2);
     } else if (group <= C::kStateGroups) {
-        ptx::setmaxnreg_inc<C::kStateRegisters>();
+        if constexpr (C::kShareRegisters) ptx::setmaxnreg_inc<C::kStateRegisters>();
         state<C>(params, smem);
-    } else {
+    } else if constexpr (!C::kPrepared) {
         if constexpr (C::kAuxRegisters > C::kLaunchRegisters)
             ptx::setmaxnreg_inc<C::kAuxRegisters>();
         else
@@ -135,7 +156,7 @@ void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multipro
     static_assert(sizeof(Smem<C>) <= 232448, "shared memory of a CTA");
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    config.programmatic = !C::kOutputs || params.part == Part::Later || (C::kEither && C::kStateGroups == 1);
+    config.programmatic = !C::kOutputs || params.part == Part::Later || (C::kEither && C::kStateGroups == 1) || C::kPrepared;
     launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o);
 }
 

@@ -6,14 +6,19 @@
 
 namespace linattn::cuda::gdn {
 
+struct Prepared;  // prepared.cuh
+
 struct KernelParams {
     DeltaParams p;
-    int middles;               // segments that are neither first nor last, all sequences', which run at once; 0: no cut
-    Part part;                 // of the Outputs pass
-    float *g_segments;         // [slots(p)][HV][2][D][D], V-first: the state before the segment; its M
-    int *g_segment_tokens;     // what was chosen
-    float scale, lower_bound;  // of p, in float
-    int multiprocessors;       // of the device
+    int middles;                     // segments that are neither first nor last, all sequences', which run at once; 0: no cut
+    Part part;                       // of the Outputs pass
+    float *g_segments;               // [slots(p)][HV][kSlotFloats]: the state before the segment; its M (common/join.cuh)
+    int *g_segment_tokens;           // what was chosen
+    float scale, lower_bound;        // of p, in float
+    int multiprocessors;             // of the device
+    Prepared *g_prepared = nullptr;  // [chunks][HV], or nothing is prepared
+    int *g_precise = nullptr;        // [chunks][HV], first_precise of each
+    int prepare_heads = 0;           // value heads that a CTA prepares, one after another
 };
 
 // Places in the workspace: every segment but the first of each sequence.
@@ -28,6 +33,8 @@ struct TensorMaps {
 // In gdn_fwd.cuh, compiled for each Config in the gdn_fwd_*.cu.
 template <class C>
 void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multiprocessors);
+template <class C>
+void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks);  // prepare.cuh
 
 // How many segments a sequence has: an empty one has one too, which hands its state on.
 __device__ __forceinline__ int segments_of(int length, int segment_tokens) {
@@ -143,6 +150,18 @@ __device__ __forceinline__ int first_slot(const DeltaParams &p, int segment_toke
     return __reduce_add_sync(~0u, before);
 }
 
+// Chunks of the sequences before one. By a converged warp.
+__device__ __forceinline__ int chunks_before(const DeltaParams &p, int sequence) {
+    if (!p.cu_seqlens) return sequence * ((static_cast<int>(p.T) + kChunk - 1) / kChunk);
+    int before = 0;
+    for (int n = threadIdx.x % 32; n < sequence; n += 32) {
+        int bos, length;
+        sequence_range(p, n, bos, length);
+        before += (length + kChunk - 1) / kChunk;
+    }
+    return __reduce_add_sync(~0u, before);
+}
+
 // Pieces of one segment and head: V cut into CTAs, or N and M.
 template <class C>
 constexpr int kPieces = C::kOutputs ? C::D / C::kColumns : 2;
@@ -176,6 +195,8 @@ __device__ __forceinline__ void find_item(const KernelParams &params, const Smem
     }
     sequence_range(p, sequence, bos, length);
     length -= within * segment_tokens;
+    int prepared = 0;
+    if constexpr (C::kPrepared) prepared = chunks_before(p, sequence) + within * segment_tokens / kChunk;
     const bool first = within == 0, last = length <= segment_tokens;
     const int row = read_row(p, sequence);
     if (!leader) return;
@@ -186,6 +207,7 @@ __device__ __forceinline__ void find_item(const KernelParams &params, const Smem
     item.sequence = sequence;
     item.batch = p.cu_seqlens ? 0 : sequence;
     item.before = within * segment_tokens;
+    item.prepared = prepared;
     item.bos = bos + item.before;
     item.cleared = row < 0 && first ? length : 0;
     item.length = row < 0 ? 0 : last ? length : segment_tokens;  // a padding sequence computes nothing

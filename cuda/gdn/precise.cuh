@@ -171,7 +171,7 @@ __device__ __forceinline__ void precise_products(const KernelParams &params, Sme
     if constexpr (C::kOutputs) {
         const uint32_t P = ptx::shared_address(smem.p[second_stage]);
         DiagonalDecays(tw, lane).get(e, lane);  // again: to keep them would cost registers
-        for_warp_or_all<C>(w, [&](auto warp) { store_p<C, true>(d, e, tw, P, params.scale, warp, lane); });
+        for_warp_or_all<C>(w, [&](auto warp) { store_p<C, true>(d, e, tw, P, {params.scale, params.scale}, warp, lane); });
     }
     issue_product<C>(d, k, k);
     const PreciseInverse inverse{ptx::shared_address(&scratch) + 16 * lane,
@@ -276,7 +276,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
                                                P,
                                                row_sums,
                                                kX10Barrier + group,
-                                               params.scale,
+                                               {params.scale, params.scale},
                                                lane};
             int weight;
             for_warp_or_all<C>(w, [&](auto warp) { weight = substitution.run(d, e, warp); });

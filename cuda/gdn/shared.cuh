@@ -27,13 +27,17 @@ enum class Pass { Outputs, Transition, Either };
 // First runs beside the Transition pass, which has those between the first and the last; Later, after the join, the rest.
 enum class Part { Whole, First, Later };
 
-// kVCols: columns of V that a CTA owns, one state warpgroup for each 64 of them.
-template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf>
+// Chunks in flight. Tables run further ahead: what they wait for (global memory, gate, AUX, state) is longer than four chunks.
+constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 8, kItemStages = 4;
+
+// kVCols: columns of V that a CTA owns, one state warpgroup for each 64 of them. kFromWorkspace: A^, P and factors come from there
+// (prepared.cuh), with 1/|q| in them; no AUX.
+template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf, bool kFromWorkspace = false>
 struct Config {
     using T = Element;
     static constexpr int D = kD, kColumns = kVCols;
     static constexpr bool kL2Norm = kL2NormInside, kOutputs = kPassOf != Pass::Transition;
-    static constexpr bool kEither = kPassOf == Pass::Either;
+    static constexpr bool kEither = kPassOf == Pass::Either, kPrepared = kFromWorkspace;
     static constexpr int kStateGroups = kColumns / 64;
     // Who sums the squares of q: the kernel with two state warpgroups waits for AUX, that with one would for the gate warps.
     static constexpr bool kGatesNormQueries = kL2Norm && kOutputs && kStateGroups == 2;
@@ -44,17 +48,19 @@ struct Config {
     static constexpr bool kBf16 = ptx::kIsBf16<T>;
     static constexpr int kValueTerms = D == 64 && kBf16 ? 2 : 1;
     // With one state warpgroup AUX is what takes longest: two of them take turns.
-    static constexpr int kAuxGroups = kStateGroups == 1 ? 2 : 1;
+    static constexpr int kAuxGroups = kPrepared ? 0 : kStateGroups == 1 ? 2 : 1;
     static constexpr int kThreads = 128 * (1 + kStateGroups + kAuxGroups);
     // Stages of A^ and P: more than there are AUX groups, see precise.cuh.
-    static constexpr int kProductStages = kAuxGroups + 1;
+    static constexpr int kProductStages = kPrepared ? kTileStages : kAuxGroups + 1;
+    static constexpr int kFactorStages = kPrepared ? kTileStages : kTableStages;
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     // Registers: the launch gives every thread 65536 / threads on the SM; the roles share that sum out anew.
-    static constexpr int kLoadRegisters = kStateGroups == 2 ? 24 : 32;
-    static constexpr int kStateRegisters = kStateGroups == 2 ? 208 : 240;
+    static constexpr bool kShareRegisters = kLaunchRegisters < 256;
+    static constexpr int kLoadRegisters = kPrepared ? 40 : kStateGroups == 2 ? 24 : 32;
+    static constexpr int kStateRegisters = kPrepared ? 232 : kStateGroups == 2 ? 208 : 240;
     static constexpr int kAuxRegisters = kStateGroups == 2 ? 72 : 120;
-    static_assert(kLoadRegisters + kStateGroups * kStateRegisters + kAuxGroups * kAuxRegisters <=
-                  kThreads / 128 * kLaunchRegisters);
+    static_assert(!kShareRegisters || kLoadRegisters + kStateGroups * kStateRegisters + kAuxGroups * kAuxRegisters <=
+                                          kThreads / 128 * kLaunchRegisters);
     static_assert(D == 64 || D == 128, "K = V = 64 or 128");
     static_assert(kColumns == 64 || (kColumns == 128 && D == 128), "V is cut into pieces of 64 or 128 columns");
 };
@@ -83,9 +89,6 @@ constexpr int kFloats = kChunkDecay + 4, kFloatsL2Norm = kNormK + 64;
 __device__ __forceinline__ int column_order(int j) { return (j & ~15) + 4 * ((j & 7) >> 1) + 2 * ((j & 15) >> 3) + (j & 1); }
 }  // namespace table
 
-// Chunks in flight. Tables run further ahead: what they wait for (global memory, gate, AUX, state) is longer than four chunks.
-constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 8, kItemStages = 4;
-
 // Up to so many sequences are taken in the order of their lengths.
 constexpr int kMaxSorted = 256;
 
@@ -103,6 +106,7 @@ struct Item {
     int slot;               // place in the workspace of the state before the segment; before the next one, for a first segment
     int bos, length;        // first token, in the row of B, and tokens
     int before;             // tokens of the sequence before the segment
+    int prepared;           // place in the workspace of what was prepared of its first chunk
     int cleared;            // rows of o from bos on that are zero: the tokens of a padding sequence
     int piece;              // Outputs: columns 64 or 128 piece ..; Transition: 0 for N, 1 for M
     int read_row;           // of the states; -1: padding, of length 0
@@ -122,18 +126,20 @@ struct alignas(1024) Smem {
     uint8_t v[kValueStages][Values::kBytes];
     uint8_t a[C::kProductStages][Product::kBytes];
     uint8_t p[C::kOutputs ? C::kProductStages : 0][Product::kBytes];
+    uint8_t second[C::kPrepared ? 2 : 0][Product::kBytes];  // second terms of A^ and P
     InverseScratch inverse[C::kAuxGroups];
     float query_norm[C::kL2Norm && C::kOutputs ? kTileStages : 0][kChunk];  // 1/|q_i|, in the stage of the tile
-    float table[kTableStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
+    float table[C::kFactorStages][C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
     Item item[kItemStages];
     uint32_t items;  // of the launch, see items.cuh
     int segment_tokens;
     int lengths[kMaxSorted];     // of the sequences, to order them by
     uint16_t order[kMaxSorted];  // the sequences, the longest first
-    uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * kTableStages],
+    uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * C::kFactorStages],
         product_barriers[2 * C::kProductStages], item_barriers[2 * kItemStages];
     uint64_t output_ready[kValueStages];  // O of a chunk lies where its V was
     uint64_t query_norm_ready[kTileStages];
+    uint64_t second_barriers[C::kPrepared ? 2 : 0];
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
     uint64_t group_meets[kWarpArrivals == 32 ? C::kAuxGroups : 0];
@@ -141,7 +147,8 @@ struct alignas(1024) Smem {
     __device__ Ring<kItemStages> item_ring() { return {ptx::shared_address(item_barriers)}; }
     __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }     // K and Q
     __device__ Ring<kValueStages> values() { return {ptx::shared_address(value_barriers)}; }  // V
-    __device__ Ring<kTableStages> tables() { return {ptx::shared_address(table_barriers)}; }
+    __device__ Ring<1> seconds() { return {ptx::shared_address(second_barriers)}; }
+    __device__ Ring<C::kFactorStages> tables() { return {ptx::shared_address(table_barriers)}; }
     __device__ Ring<C::kProductStages> products() { return {ptx::shared_address(product_barriers)}; }  // A^ and P
 };
 

@@ -38,7 +38,7 @@ struct StateLoop {
     Smem<C> &smem;
     RingState<kTileStages> tile;
     RingState<kValueStages> value;
-    RingState<kTableStages> factors;
+    RingState<C::kFactorStages> factors;
     RingState<C::kProductStages> product;
 
     __device__ __forceinline__ uint32_t product_low(const uint8_t *tile, int row) const {
@@ -92,7 +92,7 @@ struct StateLoop {
 
     // O to where V was; the products and the table are no longer needed.
     __device__ __forceinline__ void store_outputs(float (&o)[32], uint32_t v, int lane) const {
-        warp_arrive(smem.products().empty(product.stage), lane);
+        if constexpr (!C::kPrepared) warp_arrive(smem.products().empty(product.stage), lane);
         if constexpr (C::kL2Norm) {
             if constexpr (C::kGatesNormQueries)
                 ptx::mbarrier_wait_parity(ptx::shared_address(&smem.query_norm_ready[tile.stage]), tile.phase);
@@ -119,7 +119,7 @@ struct StateLoop {
         if (kWarpArrivals == 32 || lane == 0) {
             ptx::mbarrier_arrive(smem.tiles().empty(tile.stage));
             if constexpr (!C::kOutputs) {
-                ptx::mbarrier_arrive(smem.products().empty(product.stage));
+                if constexpr (!C::kPrepared) ptx::mbarrier_arrive(smem.products().empty(product.stage));
                 ptx::mbarrier_arrive(smem.values().empty(value.stage));
             }
         }
@@ -135,10 +135,13 @@ struct StateLoop {
         if constexpr (C::kStateGroups == 2) ptx::bar_arrive(kTurnBarrier + (state_group() ^ 1), 256);
     }
 
-    // Waits for A^ and P (AUX waited for K, Q and the table); chunk_decay: 2^G_last. The result is the first token that needs two
+    // Waits for A^ and P (AUX waited for K, Q and the table, or all come together); chunk_decay: 2^G_last. The result is the first token that needs two
     // terms, or kChunk.
     __device__ __forceinline__ int begin(float &chunk_decay) const {
-        smem.products().wait_full(product);
+        if constexpr (C::kPrepared)
+            smem.tiles().wait_full(tile);
+        else
+            smem.products().wait_full(product);
         const uint32_t t = ptx::shared_address(smem.table[factors.stage]);
         const float2 decay_first = ptx::ld_shared_v2_f32(t + 4 * table::kChunkDecay);  // and kFirstPrecise
         chunk_decay = decay_first.x;
@@ -160,6 +163,12 @@ struct StateLoop {
                 ((lane & 7) + (lane & 16) / 2) * 128 + ((threadIdx.x / 32 % 4 * 2 + (lane & 8) / 8) ^ (lane & 7)) * 16) {}
     };
 
+    __device__ __forceinline__ static void decay(float (&s)[C::D / 2], float chunk_decay) {
+        if (chunk_decay == 1.0f) return;
+#pragma unroll
+        for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
+    }
+
     __device__ __forceinline__ void chunk(float (&s)[C::D / 2], bool has_values, float chunk_decay) {
         const int lane = opaque_lane();
         const Addresses at(*this, lane);
@@ -177,10 +186,7 @@ struct StateLoop {
                 o, fs, S::Tile::k_major_low(ptx::shared_address(smem.q[tile.stage]), 0, 0), false);
         }
         // Here the multiplications fill the wait for K S; among the instructions that issue A^ U they would hold it up.
-        if (chunk_decay != 1.0f) {
-#pragma unroll
-            for (int i = 0; i < C::D / 2; i++) s[i] *= chunk_decay;
-        }
+        if constexpr (!C::kPrepared) decay(s, chunk_decay);
         smem.values().wait_full(value);
         uint32_t fv[4][4];
         load_values(fv, v, has_values);
@@ -200,6 +206,8 @@ struct StateLoop {
             ptx::register_fence(o);
             scale_outputs(o, t);
         }
+        // Without AUX in the kernel ptxas would wait for K S and Q S before the place above.
+        if constexpr (C::kPrepared) decay(s, chunk_decay);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         uint32_t fd[4][4], fd2[4][4];
@@ -319,12 +327,20 @@ struct StateLoop {
     // of each operand. U goes through A^ in fp16, because two terms in bf16 are too few where beta is 2, with a power of 2 for each
     // column of V that brings its largest element to 2^14 .. 2^15; V' in T.
     __device__ __forceinline__ void precise_chunk(float (&state)[C::D / 2], bool has_values, float chunk_decay, int first) {
-        int second = product.stage + C::kAuxGroups;  // stage of the second terms
-        second -= second >= C::kProductStages ? C::kProductStages : 0;
+        // Second terms of A^ and P.
+        const uint8_t *A1, *P1 = nullptr;
+        if constexpr (C::kPrepared) {
+            A1 = smem.second[0], P1 = smem.second[1];
+        } else {
+            int second = product.stage + C::kAuxGroups;  // their stage
+            second -= second >= C::kProductStages ? C::kProductStages : 0;
+            A1 = smem.a[second];
+            if constexpr (C::kOutputs) P1 = smem.p[second];
+        }
         const int lane = opaque_lane();
         const Addresses at(*this, lane);
         const uint32_t k = at.k, t = at.t, v = at.v;
-        const uint8_t *A0 = smem.a[product.stage], *A1 = smem.a[second];
+        const uint8_t *A0 = smem.a[product.stage];
         wait_for_turn();
         hand_over();  // neither warpgroup waits for the other's many products
         Kept kept[C::D / 2];
@@ -404,8 +420,7 @@ struct StateLoop {
                 issue<T, ptx::Major::K, typename S::Product>(o, b1, product_low(smem.p[product.stage], 0), true);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(o);
-            add_products<T, false, C::kValueTerms == 1>(o, b0, b1, smem.p[product.stage], smem.p[second], 1.0f, 1.0f, first,
-                                                        lane);
+            add_products<T, false, C::kValueTerms == 1>(o, b0, b1, smem.p[product.stage], P1, 1.0f, 1.0f, first, lane);
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) {
@@ -426,6 +441,7 @@ struct StateLoop {
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(s);
         finish(lane);
+        if constexpr (C::kPrepared) warp_arrive(smem.seconds().empty(0), lane);
 #pragma unroll
         for (int i = 0; i < C::D / 2; i++) state[i] = s[i];
     }

@@ -1,18 +1,20 @@
 // The states of the segments in the workspace.
 #pragma once
+#include "common/join.cuh"
 #include "common/states.cuh"
 #include "items.cuh"
 
 namespace linattn::cuda::gdn {
 
-// The workspace's states as a tensor [slots][HV][K][V], V-first; which = 0: the state before the segment, or what the join adds
-// M times the state before to make it; 1: M.
+// The workspace's states as a tensor [slots][HV][K][V]; which = 0: the state before the segment, or what the join adds M times the
+// state before to make it, V-first; 1: M, K-first, for what multiplies by it.
 template <int D>
 __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int which) {
     Tensor t;
     t.data = reinterpret_cast<char *>(params.g_segments + which * (D * D));
     t.dtype = DType::F32;
-    t.stride[0] = params.p.HV * (2 * D * D), t.stride[1] = 2 * D * D, t.stride[2] = 1, t.stride[3] = D;
+    t.stride[0] = params.p.HV * int64_t{kSlotFloats<D>}, t.stride[1] = kSlotFloats<D>;
+    t.stride[2] = which == 0 ? 1 : kTransitionPitch<D>, t.stride[3] = which == 0 ? D : 1;
     return t;
 }
 

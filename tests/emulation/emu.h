@@ -243,6 +243,7 @@ namespace linattn::ptx {
 // tma
 inline void fence_proxy_async_shared_cta() {}
 inline void fence_proxy_async_global() {}
+inline void prefetch_tensormap(const CUtensorMap *) {}
 struct Map {
     char *data;
     int64_t size[4], stride[4];

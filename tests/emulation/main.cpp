@@ -206,6 +206,7 @@ int main(int argc, char **argv) {
         {"padding", {70, 65, 10, 64, 3}, 1, 2, 128, true, false, true, false, 1, 132, 0, 5, 0, 0, 0, true},
         {"padding cut", {3700, 3400, 10}, 1, 1, 128, true, false, true, false, .02, 20, 0, 5, 0, 0, 0, true},
         {"cut in three", {5500}, 1, 4, 128, true, true, true, false, 0.02, 16},
+        {"cut, heads prepared in turn", {4200}, 1, 2, 128, true, true, true, false, 0.02, 8},
         {"wide D128 gva", {65, 200, 64}, 2, 6, 128, true, true, true, true, 1, 7},
         {"one key 17", {17}, 1, 1, 128, true, false, false, false, 0, 132, 3},
         {"one key 64", {64}, 1, 1, 128, true, false, false, false, 0, 132, 3},
