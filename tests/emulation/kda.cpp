@@ -292,6 +292,9 @@ int main(int argc, char **argv) {
     Case in_place = {"cut, in place", {2000, 100}, 1, 1};
     in_place.sms = 24, in_place.gs = .02, in_place.in_place = true;
     cases.push_back(in_place);
+    Case one_hop = {"cut, one hop", {4000}, 1, 1, bf, f, true};
+    one_hop.sms = 5, one_hop.gs = .02;
+    cases.push_back(one_hop);
     for (const DType type : {bf, h}) {  // 1 - beta |k|^2 = -3, times 1 / 3.05
         Case two = {type == bf ? "keys of length 2 that decay" : "keys of length 2 that decay fp16", {300}};
         two.type = type, two.keys = One, two.beta = 1, two.length = 2, two.g = -std::log(3.05f);
