@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     const DeltaParams &p = params.p;
     ptx::griddepcontrol_launch_dependents();
     const int head = static_cast<int>(blockIdx.x);
-    const int index =
-        params.slab_chunks - 1 - static_cast<int>(blockIdx.y);  // the first chunks last: the scan begins with them
+    // The first chunks last: the scan begins with them, and finds them in L2.
+    const int index = params.slab_chunks - 1 - static_cast<int>(blockIdx.y);
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
     const uint32_t landed = ptx::shared_address(&smem.landed), start = ptx::shared_address(smem.start);
     const int head_qk = static_cast<int>(static_cast<uint32_t>(head) / params.group);
