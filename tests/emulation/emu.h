@@ -296,11 +296,6 @@ inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b
         complete(b, n);
     });
 }
-inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
-inline uint64_t createpolicy_evict_first() { return 0; }
-inline void cp_async_bulk_load_hint(uint32_t d, const void *s, uint32_t n, uint32_t b, uint64_t) {
-    cp_async_bulk_load(d, s, n, b);
-}
 inline void cp_async_bulk_commit_group() {}
 template <int>
 inline void cp_async_bulk_wait_group_read() {
