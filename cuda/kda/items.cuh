@@ -7,55 +7,51 @@ namespace linattn::cuda::kda {
 
 __device__ __forceinline__ int chunks_of(int length) { return length <= 0 ? 0 : (length - 1) / kChunk + 1; }
 
-__device__ __forceinline__ int chunks_of_sequence(const KernelParams &params, int n) {
-    int bos, length;
-    sequence_range(params.p, n, bos, length);
-    return chunks_of(length);
+// Chunks of a call are counted through its sequences, n's from here on: at least as far apart as it has chunks, without a sum
+// over the sequences before it.
+__device__ __forceinline__ int first_chunk_of(const KernelParams &params, int n, int bos, int length) {
+    return params.p.cu_seqlens ? bos / kChunk + n : n * chunks_of(length);
 }
 
-// Sequence of chunk `index` of the call, in the order of the sequences, and its number there; false past the end. By a
-// converged warp, the same in every lane.
-__device__ __forceinline__ bool find_chunk(const KernelParams &params, int index, int &sequence, int &within) {
+// A sequence, and which of its chunks.
+struct ChunkPlace {
+    int sequence, bos, length, within;
+};
+
+// Of chunk `index` of the call; false where there is none. By a converged warp, the same in every lane.
+__device__ __forceinline__ bool find_chunk(const KernelParams &params, int index, ChunkPlace &place) {
     const int N = static_cast<int>(params.p.N), lane = threadIdx.x % 32;
     if (!params.p.cu_seqlens) {
-        const int each = chunks_of(static_cast<int>(params.p.T));
-        sequence = index / each, within = index % each;
-        return sequence < N;
+        place.bos = 0, place.length = static_cast<int>(params.p.T);
+        const int each = chunks_of(place.length);
+        place.sequence = index / each, place.within = index % each;
+        return place.sequence < N;
     }
-    int before = 0;  // chunks of the sequences before this group of 32
-    for (int first = 0; first < N; first += 32) {
-        const int count = first + lane < N ? chunks_of_sequence(params, first + lane) : 0;
-        int through = count;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, through, step);
-            if (lane >= step) through += other;
-        }
-        const uint32_t beyond = __ballot_sync(~0u, before + through > index);
-        if (beyond != 0) {
-            const int owner = __ffs(static_cast<int>(beyond)) - 1;
-            sequence = first + owner;
-            within = index - before - __shfl_sync(~0u, through - count, owner);
-            return true;
-        }
-        before += __shfl_sync(~0u, through, 31);
+    int first = 0, count = N;  // it is one of these sequences; 32 of them are looked at in a round
+    while (true) {
+        const int step = (count + 31) / 32, n = first + lane * step;
+        const bool there = n < first + count;
+        const int bos = there ? sequence_start(params.p, n) : 0, end = there ? sequence_start(params.p, n + 1) : 0;
+        const int owner = __popc(__ballot_sync(~0u, there && first_chunk_of(params, n, bos, 0) <= index)) - 1;
+        if (owner < 0) return false;
+        const int left = first + count - (first + owner * step);
+        first += owner * step, count = left < step ? left : step;
+        if (step > 1) continue;
+        place.sequence = first;
+        place.bos = __shfl_sync(~0u, bos, owner);
+        place.length = __shfl_sync(~0u, end, owner) - place.bos;
+        place.within = index - first_chunk_of(params, first, place.bos, 0);
+        return place.within < chunks_of(place.length);
     }
-    return false;
 }
 
-// Chunks of a sequence in the slab: numbers first .. end - 1; slot: of chunk `first` in the workspace. By a converged warp.
+// Chunks of a sequence in the slab: numbers first .. end - 1; slot: of chunk `first` in the workspace.
 struct SlabRange {
     int first, end, slot;
 
-    __device__ __forceinline__ SlabRange(const KernelParams &params, int sequence, int length) {
-        int before = 0;  // chunks of the sequences before
-        if (!params.p.cu_seqlens) {
-            before = sequence * chunks_of(length);
-        } else {
-            for (int n = threadIdx.x % 32; n < sequence; n += 32) before += chunks_of_sequence(params, n);
-            before = __reduce_add_sync(~0u, before);
-        }
-        const int from = params.first_chunk - before, to = from + params.slab_chunks, all = chunks_of(length);
+    __device__ __forceinline__ SlabRange(const KernelParams &params, int sequence, int bos, int length) {
+        const int from = params.first_chunk - first_chunk_of(params, sequence, bos, length), to = from + params.slab_chunks;
+        const int all = chunks_of(length);
         first = from < 0 ? 0 : from;
         end = to < all ? to : all;
         slot = first - from;

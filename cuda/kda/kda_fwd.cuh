@@ -40,7 +40,10 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<D, k
     constexpr uint32_t kPanel = Pair<D>::kPanelStrideBytes, kPlain = offsetof(Operands<D>, k_end_low);
     const uint32_t end = low ? sizeof(Operands<D>) : kPlain;
     const auto copy = [&](uint32_t first, uint32_t bytes) {
-        ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full);
+        if (64 * kGroups == D && kOutputs)  // nobody reads it again
+            ptx::cp_async_bulk_load_hint(to + first, g_bytes + first, bytes, full, ptx::createpolicy_evict_first());
+        else
+            ptx::cp_async_bulk_load(to + first, g_bytes + first, bytes, full);
     };
     if (kOutputs) {
         ptx::mbarrier_arrive_expect_tx(full, end + sizeof(smem.v[0]));
@@ -60,6 +63,17 @@ __device__ __forceinline__ void load_chunk(const TensorMaps &maps, ScanSmem<D, k
                                           64 * (kGroups * item.piece + panel), item.head, token, item.batch);
 }
 
+// The state that an item begins with, where it is one piece of memory, to L2, while the item before is being worked on.
+template <int D>
+__device__ __forceinline__ void prefetch_state(const DeltaParams &p, const Item &item) {
+    const Tensor &t = p.state_in;
+    if (!t || threadIdx.x % 32 != 0 || t.stride[2] * t.stride[3] != D || (t.stride[2] != 1 && t.stride[3] != 1)) return;
+    const int bytes = t.dtype == DType::F32 ? 4 : 2;
+    const char *g_state = t.data + (item.read_row * t.stride[0] + item.head * t.stride[1]) * bytes;
+    if (reinterpret_cast<uintptr_t>(g_state) % 16 == 0)
+        ptx::cp_async_bulk_prefetch(g_state, static_cast<uint32_t>(D * D * bytes));
+}
+
 template <int D, int kGroups, bool kOutputs>
 __device__ __forceinline__ void load(const KernelParams &params, const TensorMaps &maps, ScanSmem<D, kGroups> &smem,
                                      Pass pass) {
@@ -70,6 +84,7 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
         if (!item.exists) break;
         if (item.read_row < 0) continue;
         const ItemRange range(params, item);
+        if (item.segment == 0 && item.piece == 0 && !range.continues) prefetch_state<D>(params.p, item);
         if (pass != Pass::Later) ptx::griddepcontrol_wait();  // the operands, for which the join has waited
         int precise = kChunk;                                 // of the lane's chunk among 32
         for (int c = range.first; c < range.end; c++, stage.advance()) {
@@ -123,7 +138,7 @@ __global__ void __launch_bounds__(kScanThreads<2>, 1)
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<D, 2> &smem = *reinterpret_cast<ScanSmem<D, 2> *>(smem_bytes);
     smem.plan.make_whole(params, kScanThreads<2>);
-    if (smem.plan.items > static_cast<uint32_t>(params.p.N) * static_cast<uint32_t>(params.p.HV))
+    if (smem.plan.halves)
         scan<T, D, 1, true, kScanThreads<2>>(params, maps, *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes), Pass::Whole);
     else
         scan<T, D, 2, true, kScanThreads<2>>(params, maps, smem, Pass::Whole);

@@ -22,12 +22,12 @@ struct Item {
     __device__ __forceinline__ bool last() const { return segment + 1 >= segments; }  // the sequence's, in this slab
 };
 
-// Its chunks: numbers first .. end - 1; slot: of chunk `first` in the workspace. By a converged warp.
+// Its chunks: numbers first .. end - 1; slot: of chunk `first` in the workspace.
 struct ItemRange : SlabRange {
     bool continues;  // the sequence comes from the slab before
 
     __device__ __forceinline__ ItemRange(const KernelParams &params, const Item &item)
-        : SlabRange(params, item.sequence, item.length), continues(first > 0) {
+        : SlabRange(params, item.sequence, item.bos, item.length), continues(first > 0) {
         if (item.segments <= 1) return;
         const int from = item.segment * item.segment_chunks;
         first += from, slot += from;
@@ -45,19 +45,14 @@ struct Cut {
     __device__ __forceinline__ void make(const KernelParams &params) {
         constexpr int kEach = kMaxCutSequences / 32;
         const int N = static_cast<int>(params.p.N), lane = threadIdx.x % 32, pieces = static_cast<int>(params.p.V) / 64;
-        int chunks[kEach], least[kEach], before = 0, longest = 1;  // least: segments of a sequence without chunks here
+        int chunks[kEach], least[kEach], longest = 1;  // least: segments of a sequence without chunks here
 #pragma unroll
         for (int i = 0; i < kEach; i++) {
-            const int n = 32 * i + lane, all = n < N ? chunks_of_sequence(params, n) : 0;
-            int through = all;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(~0u, through, step);
-                if (lane >= step) through += other;
-            }
-            const int from = params.first_chunk - before - (through - all), to = from + params.slab_chunks;
-            const int first = from < 0 ? 0 : from, end = to < all ? to : all;
-            before += __shfl_sync(~0u, through, 31);
+            const int n = 32 * i + lane;
+            int bos = 0, tokens = 0;
+            if (n < N) sequence_range(params.p, n, bos, tokens);
+            const SlabRange range(params, n, bos, tokens);
+            const int all = chunks_of(tokens), first = range.first, end = range.end;
             const bool padding = n < N && read_row(params.p, n) < 0;
             chunks[i] = end > first && !padding ? end - first : 0;
             least[i] = n < N && params.first_chunk == 0 && (padding || all == 0);
@@ -66,6 +61,11 @@ struct Cut {
         longest = __reduce_max_sync(~0u, longest);
         const auto segments_in = [&](int i, int length) { return chunks[i] == 0 ? least[i] : segments_of(chunks[i], length); };
         int length = least_segment_chunks(longest), enough = longest;
+        if (N == 1) {  // without a search
+            const int early = (params.cut - pieces) / 2 + 2, late = params.cut / pieces + 1;
+            const int shortest = segments_of(longest, early < late ? early : late);
+            length = enough = length > shortest ? length : shortest;
+        }
         while (length < enough) {
             const int middle = (length + enough) / 2;
             int early = 0, late = 0;  // CTAs of a head
@@ -119,10 +119,12 @@ struct Cut {
 
 // The items of a launch and the order of the sequences, in shared memory.
 struct Plan {
-    uint32_t items, ctas;  // gridDim.x, where it takes no register
-    int lengths[kMaxSorted];
+    uint32_t items, ctas;        // gridDim.x, where it takes no register
+    int chunks[kMaxSorted];      // of a sequence, in this slab; -1: nothing to do
     uint16_t order[kMaxSorted];  // the longest first
+    int present;                 // sequences with something to do, if they are sorted, or all
     bool is_sorted;              // sequences are taken in `order`
+    bool halves;                 // of whole sequences: 64 columns of V a CTA
     Cut cut;
 
     // CTAs that compute first segments' outputs in the launch where others compute transitions.
@@ -139,43 +141,46 @@ struct Plan {
     // By the whole CTA. pieces: CTAs of a sequence and head where it is not cut.
     __device__ __forceinline__ void make(const KernelParams &params, Pass pass, int pieces, int threads) {
         const DeltaParams &p = params.p;
-        const int N = static_cast<int>(p.N);
         if (threadIdx.x < 32) {
             if (pass != Pass::Whole) cut.make(params);
             if (threadIdx.x == 0) {
                 const uint32_t HV = static_cast<uint32_t>(p.HV);
-                items = pass == Pass::Whole   ? static_cast<uint32_t>(N) * HV * static_cast<uint32_t>(pieces)
+                items = pass == Pass::Whole   ? static_cast<uint32_t>(p.N) * HV * static_cast<uint32_t>(pieces)
                         : pass == Pass::First ? first_outputs(p) + 2 * HV * static_cast<uint32_t>(cut.count[1])
                                               : HV * static_cast<uint32_t>(pieces) * static_cast<uint32_t>(cut.count[2]);
             }
         }
         __syncthreads();
         sort(params, pass == Pass::Whole && items > gridDim.x, threads);
+        if (!is_sorted) return;
+        if (threadIdx.x == 0)
+            items = static_cast<uint32_t>(present) * static_cast<uint32_t>(p.HV) * static_cast<uint32_t>(pieces);
+        __syncthreads();
     }
 
     // The same for whole sequences and V in one CTA or two, whichever ends first. Where not even one CTA each fits, one.
     __device__ __forceinline__ void make_whole(const KernelParams &params, int threads) {
         sort(params, true, threads);
         if (threadIdx.x < 32) {
-            const uint32_t pairs = static_cast<uint32_t>(params.p.N) * static_cast<uint32_t>(params.p.HV);
-            const bool two = is_sorted && pairs <= ctas &&
-                             kUncutCost * longest_share(params) < int64_t{kWideCost} * chunks_of(lengths[order[0]]);
-            if (threadIdx.x == 0) items = two ? 2 * pairs : pairs;
+            const uint32_t pairs = static_cast<uint32_t>(present) * static_cast<uint32_t>(params.p.HV);
+            const bool two =
+                is_sorted && pairs <= ctas && kUncutCost * longest_share(params) < int64_t{kWideCost} * chunks[order[0]];
+            if (threadIdx.x == 0) items = two ? 2 * pairs : pairs, halves = two;
         }
         __syncthreads();
     }
 
     // Chunks of the CTA that has most of them, with V in two. By a converged warp.
     __device__ __forceinline__ int64_t longest_share(const KernelParams &params) const {
-        const uint32_t HV = static_cast<uint32_t>(params.p.HV), all = 2 * static_cast<uint32_t>(params.p.N) * HV;
+        const uint32_t HV = static_cast<uint32_t>(params.p.HV), all = 2 * static_cast<uint32_t>(present) * HV;
         int most = 0;
         for (uint32_t cta = threadIdx.x; cta < ctas; cta += 32) {
-            int chunks = 0;
+            int own = 0;
             for (uint32_t round = 0; round * ctas < all; round++) {
                 const uint32_t index = place(round, cta);
-                if (index < all) chunks += chunks_of(lengths[order[index / 2 / HV]]);
+                if (index < all) own += chunks[order[index / 2 / HV]];
             }
-            most = chunks > most ? chunks : most;
+            most = own > most ? own : most;
         }
         return __reduce_max_sync(~0u, most);
     }
@@ -184,18 +189,26 @@ struct Plan {
         const DeltaParams &p = params.p;
         const int N = static_cast<int>(p.N);
         wanted = wanted && p.cu_seqlens && N <= kMaxSorted;
-        if (threadIdx.x == 0) is_sorted = wanted, ctas = gridDim.x;
+        if (threadIdx.x == 0) is_sorted = wanted, ctas = gridDim.x, present = N;
         __syncthreads();
         if (!wanted) return;
         for (int n = threadIdx.x; n < N; n += threads) {
-            int bos;
-            sequence_range(p, n, bos, lengths[n]);
+            int bos, length;
+            sequence_range(p, n, bos, length);
+            const SlabRange range(params, n, bos, length);
+            const bool padding = read_row(p, n) < 0, here = !padding && range.first < range.end;
+            const bool first = params.first_chunk == 0 && (padding || length == 0);  // outputs to clear, a state to hand on
+            chunks[n] = here ? range.end - range.first : first ? 0 : -1;
         }
         __syncthreads();
         for (int n = threadIdx.x; n < N; n += threads) {
-            int rank = 0;
-            for (int m = 0; m < N; m++) rank += lengths[m] > lengths[n] || (lengths[m] == lengths[n] && m < n);
+            int rank = 0, there = 0;
+            for (int m = 0; m < N; m++) {
+                rank += chunks[m] > chunks[n] || (chunks[m] == chunks[n] && m < n);
+                there += chunks[m] >= 0;
+            }
             order[rank] = static_cast<uint16_t>(n);
+            if (n == 0) present = there;
         }
         __syncthreads();
     }

@@ -8,6 +8,8 @@
 // What is cut are the chunks that a slab has of a sequence. The host decides from shapes whether to try; how long a segment is
 // every kernel finds out for itself from cu_seqlens, with the same result.
 #pragma once
+#include <cmath>
+
 #include "shared.cuh"
 
 namespace linattn::cuda::kda {
@@ -32,8 +34,9 @@ constexpr __host__ __device__ __forceinline__ bool cut_pays(int segment_chunks, 
 }
 
 // Segments shorter than this cost more in hops than they save.
-constexpr __host__ __device__ __forceinline__ int least_segment_chunks(int longest) {
-    int least = 1;
+__host__ __device__ __forceinline__ int least_segment_chunks(int longest) {
+    const int near = static_cast<int>(sqrtf(static_cast<float>(longest) * kHopCost / kChunkCost)) - 2;
+    int least = near > 1 ? near : 1;
     while (int64_t{kChunkCost} * least * least < int64_t{kHopCost} * longest) least++;
     return least;
 }

@@ -1,8 +1,8 @@
-// From the four warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with L = diag(beta) M, in fp32
+// From the warps' sums to what the scan needs: A, and T^ = (I + L)^-1 below its diagonal, with L = diag(beta) M, in fp32
 // up to its last rounding.
 //
 // The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two
-// plain products spread over the 128 threads.
+// plain products spread over all threads.
 #pragma once
 #include "common/fragments.cuh"
 #include "gates.cuh"
@@ -22,33 +22,37 @@ __device__ __forceinline__ float inverse_of_power(float power) {
     return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
-// By a warp for itself, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
-// The last two warps make the factors, too.
-template <int D>
-__device__ __forceinline__ void token_factors(const KernelParams &params, PrepSmem<D> &smem, int w, int token, int rows,
-                                              float beta) {
-    const DeltaParams &p = params.p;
-    float kk = 0.0f, qk = 0.0f, qq = 0.0f;
+// Of one token, over all channels.
+__device__ __forceinline__ float all_channels(const float (&s_sums)[kPrepWarps][kChunk], int token) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; i++) kk += smem.kk[i][token], qk += smem.qk[i][token], qq += smem.qq[i][token];
-    const float inverse_k = inverse_length(kk), inverse_q = inverse_length(qq);
-    smem.inverse_k[w][token] = inverse_k, smem.inverse_q[w][token] = inverse_q;
-    // What a k or q of the operands is to be multiplied by.
-    const auto length = [&](float squares, float inverse) {
-        return (p.qk_l2norm ? rsqrtf(squares + 1e-6f) : 1.0f) * inverse_of_power(inverse);
-    };
-    if (w == 2) {
-        smem.diagonal[token] = qk * inverse_k * inverse_q;
-        smem.factors.scale_q[token] = params.scale * length(qq, inverse_q);
-    }
-    if (w == 3) {
-        const float length_k = length(kk, inverse_k);
-        if (p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
-        if (p.beta_form == BetaForm::LogitsX2) beta += beta;
-        beta = token < rows ? beta : 0.0f;
-        float *to = &smem.factors.beta[token / 2].x + token % 2;
-        to[0] = beta * length_k, to[2] = smem.beta_k[token] = beta * length_k * length_k;
-    }
+    for (int i = 0; i < kPrepWarps; i++) sum += s_sums[i][token];
+    return sum;
+}
+
+// What a k or q of the operands is to be multiplied by.
+__device__ __forceinline__ float length_of(const KernelParams &params, float squares, float inverse) {
+    return (params.p.qk_l2norm ? rsqrtf(squares + 1e-6f) : 1.0f) * inverse_of_power(inverse);
+}
+
+// By a warp each, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
+template <int D>
+__device__ __forceinline__ void query_factors(const KernelParams &params, PrepSmem<D> &smem, int token) {
+    const float qq = all_channels(smem.qq, token), inverse = inverse_length(qq);
+    smem.inverse_q[token] = inverse;
+    smem.diagonal[token] = all_channels(smem.qk, token) * inverse_length(all_channels(smem.kk, token)) * inverse;
+    smem.factors.scale_q[token] = params.scale * length_of(params, qq, inverse);
+}
+
+template <int D>
+__device__ __forceinline__ void key_factors(const KernelParams &params, PrepSmem<D> &smem, int token, int rows, float beta) {
+    const float kk = all_channels(smem.kk, token), inverse = inverse_length(kk), length = length_of(params, kk, inverse);
+    smem.inverse_k[token] = inverse;
+    if (params.p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
+    if (params.p.beta_form == BetaForm::LogitsX2) beta += beta;
+    beta = token < rows ? beta : 0.0f;
+    float *to = &smem.factors.beta[token / 2].x + token % 2;
+    to[0] = beta * length, to[2] = smem.beta_k[token] = beta * length * length;
 }
 
 __device__ __forceinline__ float4 ld4(const float *s_from) { return ptx::ld_shared_v4_f32(ptx::shared_address(s_from)); }
@@ -88,16 +92,15 @@ struct Place {
         for (uint32_t j = 0; j < 2; j++) s[j] = 4 * ((n + j) & ~h) + product % 2 * 2 + (((n + j) & h) != 0);
     }
 
-    // Piece 32 w + lane, or the one 128 further on. kFurther and w are the same in a warp.
-    template <bool kFurther>
-    static __device__ __forceinline__ Place of(uint32_t w, uint32_t lane) {
+    // Piece 32 of + lane. `of` is the same in a warp.
+    static __device__ __forceinline__ Place piece(uint32_t of, uint32_t lane) {
         Place at;
-        if (!kFurther) {
-            at.across(4, w, lane / 4, 2 * (lane % 4));
-        } else if (w < 2) {
+        if (of < 4) {
+            at.across(4, of, lane / 4, 2 * (lane % 4));
+        } else if (of < 6) {
             const uint32_t g = lane / 2 % 8;
-            at.across(2, 2 * w + lane / 16, g, g & 4 | lane % 2 * 2);
-        } else if (w == 2) {
+            at.across(2, 2 * (of - 4) + lane / 16, g, g & 4 | lane % 2 * 2);
+        } else if (of == 6) {
             at.across(1, lane / 8, lane % 8, lane & 6);
         } else {
             const uint32_t j = lane / 8, first = lane % 8 * 4;
@@ -114,40 +117,51 @@ __device__ __forceinline__ void put_a(PrepSmem<D> &smem, uint32_t t, uint32_t s,
     *reinterpret_cast<__half *>(smem.a + Square::offset(t, s)) = __float2half_rn(a);
 }
 
-// Adds up the thread's two pieces of all warps: M to L, A to its square. a: A's sums. All loads stand before all stores: none
+// Pieces of a thread: 32 (w + kPrepWarps i) + lane.
+constexpr int kOwnPieces = 8 / kPrepWarps;
+
+// Adds up the thread's pieces of all warps: M to L, A to its square. a: A's sums. All loads stand before all stores: none
 // passes one.
 template <int D>
-__device__ __forceinline__ void add_pieces(float (&a)[2][2], PrepSmem<D> &smem, int w, int lane) {
-    const int piece = 32 * w + lane;
-    const bool both = 128 + piece < kPieces;
-    const Place at[2] = {Place::of<false>(w, lane), Place::of<true>(w, lane)};
-    float4 x[2][4];
+__device__ __forceinline__ void add_pieces(float (&a)[kOwnPieces][2], PrepSmem<D> &smem, int w, int lane) {
+    constexpr int kWarps = kPrepWarps, kOwn = kOwnPieces;
+    Place at[kOwn];
+    float4 x[kOwn][kWarps];
+    float beta[kOwn][2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[0][i] = ld4(&smem.partial[i][piece].x);
+    for (int i = 0; i < kOwn; i++) {
+        const int of = w + kWarps * i, piece = 32 * of + lane;
+        at[i] = Place::piece(of, lane);
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[1][i] = ld4(&smem.partial[i][both ? 128 + piece : piece].x);
-    float beta[2][2];
+        for (int from = 0; from < kWarps; from++) x[i][from] = ld4(&smem.partial[from][piece < kPieces ? piece : 0].x);
 #pragma unroll
-    for (int i = 0; i < 4; i++) beta[i / 2][i % 2] = smem.beta_k[at[i / 2].t[i % 2]];
-    const auto sum = [](float p, float q, float r, float s) { return ((p + q) + r) + s; };
+        for (int j = 0; j < 2; j++) beta[i][j] = smem.beta_k[at[i].t[j]];
+    }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float4(&y)[4] = x[i];
-        a[i][0] = sum(y[0].z, y[1].z, y[2].z, y[3].z), a[i][1] = sum(y[0].w, y[1].w, y[2].w, y[3].w);
-        if (i == 1 && !both) return;
-        smem.l[at[i].t[0] * kPitch + at[i].s[0]] = sum(y[0].x, y[1].x, y[2].x, y[3].x) * beta[i][0];
-        smem.l[at[i].t[1] * kPitch + at[i].s[1]] = sum(y[0].y, y[1].y, y[2].y, y[3].y) * beta[i][1];
+    for (int i = 0; i < kOwn; i++) {
+        float4 sum = x[i][0];
+#pragma unroll
+        for (int from = 1; from < kWarps; from++)
+            sum.x += x[i][from].x, sum.y += x[i][from].y, sum.z += x[i][from].z, sum.w += x[i][from].w;
+        a[i][0] = sum.z, a[i][1] = sum.w;
+        if (32 * (w + kWarps * i) + lane >= kPieces) return;
+        smem.l[at[i].t[0] * kPitch + at[i].s[0]] = sum.x * beta[i][0];
+        smem.l[at[i].t[1] * kPitch + at[i].s[1]] = sum.y * beta[i][1];
         put_a(smem, at[i].t[0], at[i].s[0], a[i][0]), put_a(smem, at[i].t[1], at[i].s[1], a[i][1]);
     }
 }
 
 // What rounding left of A, in its square.
-template <bool kFurther, int D>
-__device__ __forceinline__ void put_low(const float (&a)[2], PrepSmem<D> &smem, int w, int lane) {
-    if (128 * kFurther + 32 * w + lane >= kPieces) return;
-    const Place at = Place::of<kFurther>(w, lane);
+template <int D>
+__device__ __forceinline__ void put_low(const float (&a)[kOwnPieces][2], PrepSmem<D> &smem, int w, int lane) {
 #pragma unroll
-    for (int j = 0; j < 2; j++) put_a(smem, at.t[j], at.s[j], a[j] - __half2float(__float2half_rn(a[j])));
+    for (int i = 0; i < kOwnPieces; i++) {
+        const int of = w + kPrepWarps * i;
+        if (32 * of + lane >= kPieces) return;
+        const Place at = Place::piece(of, lane);
+#pragma unroll
+        for (int j = 0; j < 2; j++) put_a(smem, at.t[j], at.s[j], a[i][j] - __half2float(__float2half_rn(a[i][j])));
+    }
 }
 
 // Sums over U cancel where keys are alike: rounding each operand once is then not enough. By one warp, lane = token: the first
@@ -191,33 +205,38 @@ __device__ __forceinline__ void invert_diagonal(PrepSmem<D> &smem, int lane) {
     for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];
 }
 
-// Rows r and r + 8 (0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
-template <int kYPitch>
-__device__ __forceinline__ void dot16(float (&result)[2], const float *s_x, const float *s_y) {
-    float sum[2][2] = {}, y[16];
-    float4 x[2][4];
+// Rows r, r + 16 / kRows .. (of 0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
+template <int kYPitch, int kRows>
+__device__ __forceinline__ void dot16(float (&result)[kRows], const float *s_x, const float *s_y) {
+    float sum[kRows][2] = {}, y[16];
+    float4 x[kRows][4];
 #pragma unroll
     for (int s = 0; s < 16; s++) y[s] = s_y[s * kYPitch];
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = ld4(s_x + 8 * (i / 4) * kPitch + 4 * (i % 4));
+    for (int i = 0; i < kRows; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[i][j] = ld4(s_x + 16 / kRows * i * kPitch + 4 * j);
 #pragma unroll
     for (int s = 0; s < 16; s += 4)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < kRows; i++) {
             const float4 v = x[i][s / 4];
             sum[i][0] = fmaf(v.x, y[s], sum[i][0]), sum[i][1] = fmaf(v.y, y[s + 1], sum[i][1]);
             sum[i][0] = fmaf(v.z, y[s + 2], sum[i][0]), sum[i][1] = fmaf(v.w, y[s + 3], sum[i][1]);
         }
-    result[0] = sum[0][0] + sum[0][1], result[1] = sum[1][0] + sum[1][1];
+#pragma unroll
+    for (int i = 0; i < kRows; i++) result[i] = sum[i][0] + sum[i][1];
 }
 
 // y = L10 T00, and the diagonal blocks and the block above them to T^.
 template <class T, int D>
 __device__ __forceinline__ void lower_left_first(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
+    constexpr int kRows = kOwnPieces;
     const int r = thread / 16, c = thread % 16;
-    float y[2];
+    float y[kRows];
     dot16<kPitch>(y, &smem.l[(16 + r) * kPitch], &smem.t[c]);
-    smem.y[r * 16 + c] = y[0], smem.y[(r + 8) * 16 + c] = y[1];
+#pragma unroll
+    for (int i = 0; i < kRows; i++) smem.y[(r + 16 / kRows * i) * 16 + c] = y[i];
     const int row = thread / 4, column = 8 * (thread % 4);
     if (row >= 16 && column < 16) return;
     float x[8] = {};
@@ -233,12 +252,13 @@ __device__ __forceinline__ void lower_left_first(Operands<D> &g_to, bool precise
 
 template <class T, int D>
 __device__ __forceinline__ void lower_left_second(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
+    constexpr int kRows = kOwnPieces;
     const int r = thread / 16, c = thread % 16;
-    float product[2];
+    float product[kRows];
     dot16<16>(product, &smem.t[(16 + r) * kPitch + 16], &smem.y[c]);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = 16 + r + 8 * i;
+    for (int i = 0; i < kRows; i++) {
+        const int row = 16 + r + 16 / kRows * i;
         const float x = -product[i];
         const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
         *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);

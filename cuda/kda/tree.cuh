@@ -12,7 +12,8 @@
 //
 // Lane = four tokens (group: lane / 4) of four neighbouring channels (quad: lane % 4), so that a warp has 16 channels, one
 // k-step of m16n8k16, at a time; it takes its k-steps in a loop, because code that is run once a chunk comes from far away and
-// costs more than what it does. Products of decays inside a group stay in the lane, those of whole groups come by shuffles.
+// costs more than what it does. Sums wait in shared memory from step to step: 128 registers, four CTAs on an SM. Products of
+// decays inside a group stay in the lane, those of whole groups come by shuffles.
 //
 // Operands never leave registers: what a lane has of a token of its group is what a fragment wants of row or column `group`,
 // the channels 4 quad .. 4 quad + 3 in the place of columns 2 quad, 2 quad + 1, 2 quad + 8, 2 quad + 9. A product of 16 x 8:
@@ -36,7 +37,7 @@ struct Lanes {
     // Made anew for each phase: nothing that depends on the lane stays in registers from one to the next.
     __device__ __forceinline__ Lanes() { lane = opaque_lane(), group = lane / 4, quad = lane % 4; }
 
-    // Offset of token 4 group of the quad, of k-step `step` of warp w, in a tile of tokens x D channels.
+    // Offset of token 4 group of the quad, of warp w, in a tile of tokens x D channels.
     template <class TileOf>
     __device__ __forceinline__ uint32_t raw(int w, int step) const {
         const int channel = w * (TileOf::kCols / 4) + 16 * step;
@@ -112,18 +113,13 @@ __device__ __forceinline__ void load_gates(float (&x)[16], uint32_t tile, DType 
         as(__half());
 }
 
-// Sums of a warp, in accumulators. inside: pairs of tokens (2, 0), (2, 1), (3, 0), (3, 1), (1, 0), (3, 2) of each group; across:
-// levels 4, 8, 16, product 2 i + j of the left operand i and the right one j.
-struct Sums {
-    float inside[6][4], across[3][4][4];
-};
-
-__device__ __forceinline__ void add_product(float (&sum)[4], const Words &k, const Words &q, const Words &lower) {
+__device__ __forceinline__ void product(float (&sum)[4], const Words &k, const Words &q, const Words &lower) {
     const uint32_t a[4] = {k.x, q.x, k.y, q.y};
     ptx::mma_m16n8k16<__half>(sum, a, lower.x, lower.y);
 }
 
-// The sums that count, as pieces: see Place. What is stored at once needs no register any more.
+// The sums that count, as pieces: see Place. inside: pairs of tokens (2, 0), (2, 1), (3, 0), (3, 1), (1, 0), (3, 2) of each
+// group; across: product 2 i + j of the left operand i and the right one j.
 __device__ __forceinline__ void store_piece(float4 *s_pieces, int piece, float a, float b, float c, float d) {
     ptx::st_shared_v4_f32(ptx::shared_address(s_pieces + piece), make_float4(a, b, c, d));
 }
@@ -145,6 +141,29 @@ __device__ __forceinline__ void store_across(const float (&sums)[4][4], int leve
     const int first = level == 0 ? 192 + g : level == 1 ? 128 + 2 * g + q % 2 : at.lane, apart = 8 << level;
 #pragma unroll
     for (int i = 0; i < 4; i++) store_piece(s_pieces, first + apart * i, sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+}
+
+// The same as accumulators, of the warp's channels before. What does not count may hold anything.
+__device__ __forceinline__ void load_inside(float (&sums)[6][4], const float4 *s_pieces) {
+    const Lanes at;
+    if (at.group / 2 != at.quad) return;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        const float4 v = ptx::ld_shared_v4_f32(ptx::shared_address(s_pieces + 224 + 8 * i + at.group));
+        float (&x)[4] = sums[2 * i], (&y)[4] = sums[2 * i + 1];
+        x[0] = x[1] = v.x, y[0] = y[1] = v.y, x[2] = x[3] = v.z, y[2] = y[3] = v.w;
+    }
+}
+__device__ __forceinline__ void load_across(float (&sums)[4][4], int level, const float4 *s_pieces) {
+    const Lanes at;
+    const int g = at.group, q = at.quad;
+    if (level == 0 ? g / 2 != q : level == 1 && g / 4 != q / 2) return;
+    const int first = level == 0 ? 192 + g : level == 1 ? 128 + 2 * g + q % 2 : at.lane, apart = 8 << level;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float4 v = ptx::ld_shared_v4_f32(ptx::shared_address(s_pieces + first + apart * i));
+        sums[i][0] = v.x, sums[i][1] = v.y, sums[i][2] = v.z, sums[i][3] = v.w;
+    }
 }
 
 // Of the lane's four channels: the decay of nodes of 4, 8, 16 tokens, and in the chunk's node around it what comes before the
@@ -195,29 +214,30 @@ struct Loaded {
     }
 };
 
-// One k-step: all levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
+// All levels, and K~, Q~, K^, gamma. a[4 i + c]: decay of token i of the group, channel c of the quad.
 template <class T, int D>
-__device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16], Sums &sums, PrepSmem<D> &smem, int w,
-                                       int step) {
+__device__ __forceinline__ void tree(const Loaded &loaded, const float (&a)[16], PrepSmem<D> &smem, int w, int step,
+                                     Operands<D> &g_to) {
     const Lanes at;
     const int G = at.group;
     float kk[16], qq[16];
-    scale_unit<T>(kk, loaded.k, smem.inverse_k[w] + 4 * G);
-    scale_unit<T>(qq, loaded.q, smem.inverse_q[w] + 4 * G);
+    scale_unit<T>(kk, loaded.k, smem.inverse_k + 4 * G);
+    scale_unit<T>(qq, loaded.q, smem.inverse_q + 4 * G);
     {  // levels 2 and 1
         const Words lower0 = times(&kk[0], &a[4]), lower1 = f16_words(&kk[4]);
-        float f[4];
+        float f[4], sums[6][4] = {};
+        if (step > 0) load_inside(sums, smem.partial[w]);
 #pragma unroll
         for (int c = 0; c < 4; c++) f[c] = a[8 + c] * a[12 + c];
         const Words k2 = times(&kk[8], &a[8]), q2 = times(&qq[8], &a[8]), k3 = times(&kk[12], f), q3 = times(&qq[12], f);
-        add_product(sums.inside[0], k2, q2, lower0);
-        add_product(sums.inside[1], k2, q2, lower1);
-        add_product(sums.inside[2], k3, q3, lower0);
-        add_product(sums.inside[3], k3, q3, lower1);
-        add_product(sums.inside[4], times(&kk[4], &a[4]), times(&qq[4], &a[4]), f16_words(&kk[0]));
-        add_product(sums.inside[5], times(&kk[12], &a[12]), times(&qq[12], &a[12]), f16_words(&kk[8]));
+        product(sums[0], k2, q2, lower0);
+        product(sums[1], k2, q2, lower1);
+        product(sums[2], k3, q3, lower0);
+        product(sums[3], k3, q3, lower1);
+        product(sums[4], times(&kk[4], &a[4]), times(&qq[4], &a[4]), f16_words(&kk[0]));
+        product(sums[5], times(&kk[12], &a[12]), times(&qq[12], &a[12]), f16_words(&kk[8]));
+        store_inside(sums, smem.partial[w]);
     }
-    if (step == D / 64 - 1) store_inside(sums.inside, smem.partial[w]);
     __syncwarp();  // of some lanes only
     // k and q times the decay since the start of the group; kk becomes k times the decay to its end.
     Nodes nodes;
@@ -236,7 +256,8 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
 #pragma unroll
     for (int level = 0; level < 3; level++) {  // 4, 8, 16
         const bool upper = (G >> level) & 1;
-        float outside[4], other[4];
+        float outside[4], other[4], sums[4][4] = {};
+        if (step > 0) load_across(sums, level, smem.partial[w]);
         nodes.other_half(other, level);
 #pragma unroll
         for (int c = 0; c < 4; c++) outside[c] = upper ? nodes.before[c] : nodes.after[c];
@@ -255,9 +276,9 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
             left_q[i] = upper ? q[2 * i] : q_other;
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) add_product(sums.across[level][i], left_k[i / 2], left_q[i / 2], right[i % 2]);
+        for (int i = 0; i < 4; i++) product(sums[i], left_k[i / 2], left_q[i / 2], right[i % 2]);
         nodes.widen(other, upper);
-        if (step == D / 64 - 1) store_across(sums.across[level], level, smem.partial[w]);
+        store_across(sums, level, smem.partial[w]);
         __syncwarp();
     }
     if (G == 0) {
@@ -267,7 +288,7 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
     }
     // Each lane where it has read.
     const uint32_t start = ptx::shared_address(smem.start) + at.raw<Pair<D>>(w, step);
-    const uint32_t end = ptx::shared_address(smem.k_end) + at.raw<Tile<D>>(w, step);
+    const uint32_t end = at.raw<Tile<D>>(w, step);
     const auto put = [&](uint32_t to, const float *x, const float *f) {
         store_words(to, {ptx::cvt_rn_x2<T>(x[0] * f[0], x[1] * f[1]), ptx::cvt_rn_x2<T>(x[2] * f[2], x[3] * f[3])});
     };
@@ -275,7 +296,8 @@ __device__ __forceinline__ void k_step(const Loaded &loaded, const float (&a)[16
     for (int i = 0; i < 4; i++) {
         put(Lanes::token(start, i), &kp[4 * i], nodes.before);
         put(Lanes::token(start, i) + kQueries, &qq[4 * i], nodes.before);
-        store_words(Lanes::token(end, i), times(&kk[4 * i], nodes.after));
+        const Words v = times(&kk[4 * i], nodes.after);
+        *reinterpret_cast<uint2 *>(g_to.k_end + Lanes::token(end, i)) = make_uint2(v.x, v.y);
     }
 }
 
@@ -295,7 +317,7 @@ __device__ __forceinline__ void k_end_second_terms(const float (&a)[16], PrepSme
         const uint2 v = *reinterpret_cast<const uint2 *>(g_k + token * stride + 8 * at.quad);
         k[i] = {v.x, v.y};
     }
-    scale_unit<T>(kk, k, smem.inverse_k[w] + 4 * at.group);
+    scale_unit<T>(kk, k, smem.inverse_k + 4 * at.group);
     Nodes nodes;
 #pragma unroll
     for (int c = 0; c < 4; c++) nodes.total[c] = a[c] * a[4 + c] * a[8 + c] * a[12 + c];

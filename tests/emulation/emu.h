@@ -109,6 +109,7 @@ inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) { return __hfm
 inline __nv_bfloat162 __hadd2(__nv_bfloat162 a, __nv_bfloat162 b) { return __hfma2(a, emu_bf162(1, 1), b); }
 inline __half2 __habs2(__half2 a) { return emu_half2(std::fabs(__half2float(a.x)), std::fabs(__half2float(a.y))); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 namespace linattn::ptx {
 using namespace emu;

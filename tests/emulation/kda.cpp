@@ -2,6 +2,13 @@
 #include <random>
 #include <string>
 #include "emu.h"
+namespace linattn::ptx {
+inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
+inline uint64_t createpolicy_evict_first() { return 0; }
+inline void cp_async_bulk_load_hint(uint32_t d, const void *s, uint32_t n, uint32_t b, uint64_t) {
+    cp_async_bulk_load(d, s, n, b);
+}
+}  // namespace linattn::ptx
 #include "kda/kda_fwd.cu"
 #include "kda/kda_fwd.cuh"
 #include "tensor.h"
@@ -292,6 +299,9 @@ int main(int argc, char **argv) {
     Case in_place = {"cut, in place", {2000, 100}, 1, 1};
     in_place.sms = 24, in_place.gs = .02, in_place.in_place = true;
     cases.push_back(in_place);
+    Case one_hop = {"cut, one hop", {4000}, 1, 1, bf, f, true};
+    one_hop.sms = 5, one_hop.gs = .02;
+    cases.push_back(one_hop);
     for (const DType type : {bf, h}) {  // 1 - beta |k|^2 = -3, times 1 / 3.05
         Case two = {type == bf ? "keys of length 2 that decay" : "keys of length 2 that decay fp16", {300}};
         two.type = type, two.keys = One, two.beta = 1, two.length = 2, two.g = -std::log(3.05f);
