@@ -73,7 +73,8 @@ void launch_gdn_bwd_chunked(const BwdParams &p, int multiprocessors) {
     call.exact.p = p;
     call.multiprocessors = multiprocessors;
     gdn_bwd::make_maps(p, call);
-    gdn_bwd::cut(p, multiprocessors, reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call);
+    gdn_bwd::cut(p, multiprocessors,
+                 reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call);
     launch_delta_bwd_plan(call.exact);
     gdn_bwd::launch_prepare(call);
     if (call.cut.streams == 0) {

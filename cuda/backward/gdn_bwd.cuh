@@ -49,7 +49,7 @@ struct alignas(16) Factors {
     float fade[kC], left[kC];      // -2^G / |k|, 2^(G_last - G) / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|
     float decay, unused[3];        // 2^G_last
-    float4 growth;                 // log2 of how much the chunk's keys alone may lengthen a state, a quarter each; where cuts are possible
+    float4 growth;  // log2 of how much the chunk's keys alone may lengthen a state, a quarter each; where cuts are possible
 
     // log2 of a bound of the norm of what the chunk does to a state: max(1, |1 - beta |k|^2|) a token, times the decay.
     __device__ __forceinline__ float log2_of_bound() const {

@@ -35,8 +35,8 @@ __device__ __forceinline__ Choice choose(const int *chunk_start, int N, int stre
         first += first_items(segments), later += 2 * (segments - 1);
     }
     const int of_longest = segments_of(longest, segment);
-    const int cost = of_longest == 1 ? kChunkCost * longest
-                                     : 2 * kChunkCost * segment + kHopCost * (of_longest - 2) + kJoinCost;
+    const int cost =
+        of_longest == 1 ? kChunkCost * longest : 2 * kChunkCost * segment + kHopCost * (of_longest - 2) + kJoinCost;
     // The least, of equal ones the fewest segments; one segment each always fits.
     const bool fits = first <= streams && later <= streams && cost < (1 << 25);
     const int best = -__reduce_max_sync(~0u, fits ? -(cost * 32 + lane) : INT32_MIN + 1) % 32;
@@ -159,8 +159,9 @@ __global__ void __launch_bounds__(kCutThreads) gdn_bwd_cut_kernel(const __grid_c
     float *of_identity = call.state_at(identity);
     for (int i = blockIdx.x * kCutThreads + threadIdx.x; i < D * D; i += gridDim.x * kCutThreads)
         of_identity[i] = i % (D + 1) == 0 ? 1.0f : 0.0f;
-    const Cutting cutting = {call, smem, n, head, chunks, forgets ? choice.forgetting : choice.exact,
-                             forgets ? forgetting : exact, slot, identity, forgets};
+    const Cutting cutting = {
+        call, smem,     n,      head, chunks, forgets ? choice.forgetting : choice.exact, forgets ? forgetting : exact,
+        slot, identity, forgets};
     const bool few = chunks > 0 && make_item(p, n, head, 0).length <= kFewTokens;  // the kernels in float do those
     const ScanItem none = {-1};
     ScanItem *first = call.cut.first + head * streams, *later = call.cut.later + head * streams;
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(2 * D) gdn_bwd_join_kernel(const __grid_consta
     const int slice = blockIdx.x % kSlices, reverse = blockIdx.x / kSlices % 2;
     const JoinItem item = call.cut.join[blockIdx.x / kSlices / 2];
     if (item.hops > 0)
-        join_segments(*reinterpret_cast<JoinSmem<D> *>(smem_bytes), call.state_at(2 * (item.slot + reverse)), 4 * D * D, item.hops, slice);
+        join_segments(*reinterpret_cast<JoinSmem<D> *>(smem_bytes), call.state_at(2 * (item.slot + reverse)), 4 * D * D,
+                      item.hops, slice);
 }
 
 int cut_streams(const BwdParams &p, int multiprocessors) {

@@ -40,11 +40,11 @@ struct JoinItem {
 constexpr int kMaxCutSequences = 32;
 
 struct Cut {
-    int streams = 0;     // clusters of the scan that a head may have at once; 0: nothing is cut
-    ScanItem *first;     // [HV][streams]: of the launch before the join
-    ScanItem *later;     // [HV][streams]: of that behind it
-    JoinItem *join;      // [N][HV]
-    float *places;       // [HV][streams / 2][2][2][D][D], V-first; [D][D]: the identity
+    int streams = 0;  // clusters of the scan that a head may have at once; 0: nothing is cut
+    ScanItem *first;  // [HV][streams]: of the launch before the join
+    ScanItem *later;  // [HV][streams]: of that behind it
+    JoinItem *join;   // [N][HV]
+    float *places;    // [HV][streams / 2][2][2][D][D], V-first; [D][D]: the identity
     __host__ __device__ __forceinline__ int slots_a_head() const { return streams / 2 * 2; }
 };
 

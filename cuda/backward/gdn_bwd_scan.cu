@@ -56,9 +56,7 @@ struct Scan {
     const Job &job;
     const Ring<kStages> ring{ptx::shared_address(smem.ring)};
 
-    __device__ __forceinline__ int chunk_at(int step) const {
-        return job.begin + (job.reverse ? job.chunks - 1 - step : step);
-    }
+    __device__ __forceinline__ int chunk_at(int step) const { return job.begin + (job.reverse ? job.chunks - 1 - step : step); }
     __device__ __forceinline__ int64_t value(int step) const {
         return call.of_value(job.first_chunk + chunk_at(step), job.item.head);
     }
@@ -97,8 +95,8 @@ struct Scan {
                                                                 static_cast<uint16_t>((1 << parts) - 1));
                 };
                 const int tiles = job.reverse ? 2 : 1;
-                ptx::mbarrier_arrive_expect_tx(
-                    full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) + (call.as_given(c) && !job.no_v ? Half::kBytes : 0));
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) +
+                                                         (call.as_given(c) && !job.no_v ? Half::kBytes : 0));
                 copy_key(stage.k, call.map_k, call.k);
                 copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
@@ -356,8 +354,8 @@ struct Scan {
 };
 
 template <class C>
-__global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __grid_constant__ Call call,
-                                                                           const ScanItem *items) {
+__global__ void __launch_bounds__(kScanThreads, 1)
+    gdn_bwd_scan_kernel(const __grid_constant__ Call call, const ScanItem *items) {
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
     const BwdParams &p = call.p();
@@ -367,7 +365,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     Job job;
     if (items) {
         static_cast<ScanItem &>(job) = items[index];
-        if (job.n < 0) return;  // all of the cluster
+        if (job.n < 0) return;                           // all of the cluster
         job.reverse = __shfl_sync(~0u, job.reverse, 0);  // or ptxas takes the warps for divergent and serialises the products
         job.item = make_item(p, job.n, job.head, 64 * half);
     } else {

@@ -96,7 +96,8 @@ extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2nor
         memcpy(t->stride, a->stride, sizeof t->stride);
         a++;
     }
-    p.scale = scale, p.qk_l2norm = l2norm, p.gate = (Gate)gate, p.beta_form = (BetaForm)beta_form, p.lower_bound = lower, p.splits = splits;
+    p.scale = scale, p.qk_l2norm = l2norm, p.gate = (Gate)gate, p.beta_form = (BetaForm)beta_form, p.lower_bound = lower,
+    p.splits = splits;
     if (!cuda::gdn_bwd_chunked_fits(p)) return -1;
     std::vector<char> workspace(cuda::gdn_bwd_chunked_workspace(p, multiprocessors), -1);
     p.workspace.data = workspace.data();
