@@ -38,8 +38,8 @@ __device__ __forceinline__ Choice choose(const int *chunk_start, int N, int stre
     const int cost =
         of_longest == 1 ? kChunkCost * longest : 2 * kChunkCost * segment + kHopCost * (of_longest - 2) + kJoinCost;
     // The least, of equal ones the fewest segments; one segment each always fits.
-    const bool fits = first <= streams && later <= streams && cost < (1 << 25);
-    const int best = -__reduce_max_sync(~0u, fits ? -(cost * 32 + lane) : INT32_MIN + 1) % 32;
+    const bool fits = first <= streams && later <= streams;
+    const int best = -__reduce_max_sync(~0u, fits ? -(min(cost, (1 << 25) - 1) * 32 + lane) : INT32_MIN + 1) % 32;
     Choice choice = {__shfl_sync(~0u, segment, best), __shfl_sync(~0u, cost, best), 0};
     int items = 0;
     for (int m = 0; m < N; m++) {
