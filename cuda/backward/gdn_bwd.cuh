@@ -41,15 +41,18 @@ struct Config {
 
 // Of a chunk and value head. G: inclusive sums of the log2 decays; |q|, |k|: 1 without l2norm, where q and k stand for themselves.
 struct alignas(16) Factors {
-    float log2[kC], beta[kC];
-    float query[kC];               // scale 2^G / |q|
-    float erase[kC];               // -beta 2^G / |k|
-    float write[kC];               // beta 2^(G_last - G) / |k|
+    // The forward scan reads write .. growth, the reverse one beta .. erase.
+    float write[kC];  // beta 2^(G_last - G) / |k|
+    float fade[kC];   // -2^G / |k|
+    float beta[kC];
+    float decay, unused[3];  // 2^G_last
+    float4 growth;    // log2 of how much the keys may lengthen a state, of a quarter of them each; where cuts are possible
+    float left[kC];   // 2^(G_last - G) / |k|
+    float query[kC];  // scale 2^G / |q|
+    float erase[kC];  // -beta 2^G / |k|
+    float log2[kC];
     float pair_q[kC], pair_k[kC];  // scale / |q|, beta / |k|
-    float fade[kC], left[kC];      // -2^G / |k|, 2^(G_last - G) / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|
-    float decay, unused[3];        // 2^G_last
-    float4 growth;  // log2 of how much the chunk's keys alone may lengthen a state, a quarter each; where cuts are possible
 
     // log2 of a bound of the norm of what the chunk does to a state: max(1, |1 - beta |k|^2|) a token, times the decay.
     __device__ __forceinline__ float log2_of_bound() const {

@@ -24,10 +24,9 @@ struct Choice {
     int exact, cost, forgetting;
 };
 
-// By a converged warp, the same in every lane; lane i tries segments of a part in i + 1 of the longest sequence.
-__device__ __forceinline__ Choice choose(const int *chunk_start, int N, int streams) {
+// By a converged warp, the same in every lane; lane n has the chunks of sequence n, and tries segments of a part in n + 1 of the longest.
+__device__ __forceinline__ Choice choose(int own, int N, int streams) {
     const int lane = threadIdx.x % 32;
-    const int own = lane < N ? chunk_start[lane + 1] - chunk_start[lane] : 0;
     const int longest = max(__reduce_max_sync(~0u, own), 1), segment = (longest + lane) / (lane + 1);
     int first = 0, later = 0;
     for (int m = 0; m < N; m++) {
@@ -108,21 +107,29 @@ __global__ void __launch_bounds__(kCutThreads) gdn_bwd_cut_kernel(const __grid_c
     extern __shared__ __align__(1024) char smem_bytes[];
     CutSmem &smem = *reinterpret_cast<CutSmem *>(smem_bytes);
     const BwdParams &p = call.p();
-    const int *chunk_start = call.exact.w.chunk_start;
     const int lane = threadIdx.x % 32, N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), streams = call.cut.streams;
     const int n = blockIdx.x / HV, head = blockIdx.x % HV;
-    delta_bwd::after_those_before();
-    const Choice choice = choose(chunk_start, N, streams);
+    ptx::griddepcontrol_launch_dependents();
+    // Lengths are the caller's, so all of this need not wait for the kernels before.
+    const int own = lane < N ? (make_item(p, lane, 0, 0).length + kC - 1) / kC : 0;
+    const Choice choice = choose(own, N, streams);
     // Places of the items and slots: those of the sequences before come first.
-    int place = 0, later_place = 0;
+    int place = 0, later_place = 0, first_chunk = 0;
     for (int m = 0; m < n; m++) {
-        const int chunks = chunk_start[m + 1] - chunk_start[m], exact = segments_of(chunks, choice.exact);
+        const int chunks = __shfl_sync(~0u, own, m), exact = segments_of(chunks, choice.exact);
         place += max(2 * segments_of(chunks, choice.forgetting), first_items(exact));
-        later_place += 2 * (exact - 1);
+        later_place += 2 * (exact - 1), first_chunk += chunks;
     }
-    const int first_chunk = chunk_start[n], chunks = chunk_start[n + 1] - first_chunk;
+    const int chunks = __shfl_sync(~0u, own, n);
     const int exact = segments_of(chunks, choice.exact), forgetting = segments_of(chunks, choice.forgetting);
     const int places = max(2 * forgetting, first_items(exact)), later_places = 2 * (exact - 1);
+
+    const int slot = head * call.cut.slots_a_head() + later_place, identity = 2 * HV * call.cut.slots_a_head();
+    const int D = static_cast<int>(p.K);
+    float *of_identity = call.state_at(identity);
+    for (int i = blockIdx.x * kCutThreads + threadIdx.x; i < D * D; i += gridDim.x * kCutThreads)
+        of_identity[i] = i % (D + 1) == 0 ? 1.0f : 0.0f;
+    ptx::griddepcontrol_wait();
 
     // How many chunks beside each boundary forget all of what lies beyond? No more than make the whole faster.
     const int cost = exact > 1 ? min(choice.cost, kChunkCost * chunks) : kChunkCost * chunks;
@@ -154,11 +161,6 @@ __global__ void __launch_bounds__(kCutThreads) gdn_bwd_cut_kernel(const __grid_c
     bool forgets = forgetting > 1;
     for (int s = 0; s < forgetting - 1; s++) forgets = forgets && smem.silent[0][s] >= 0 && smem.silent[1][s] >= 0;
 
-    const int slot = head * call.cut.slots_a_head() + later_place, identity = 2 * HV * call.cut.slots_a_head();
-    const int D = static_cast<int>(p.K);
-    float *of_identity = call.state_at(identity);
-    for (int i = blockIdx.x * kCutThreads + threadIdx.x; i < D * D; i += gridDim.x * kCutThreads)
-        of_identity[i] = i % (D + 1) == 0 ? 1.0f : 0.0f;
     const Cutting cutting = {
         call, smem,     n,      head, chunks, forgets ? choice.forgetting : choice.exact, forgets ? forgetting : exact,
         slot, identity, forgets};

@@ -14,6 +14,8 @@
 // scheduler.
 // Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
 // y 32, do 32.
+#include <cstddef>
+
 #include "common/launch.h"
 #include "common/states.cuh"
 #include "gdn_bwd.cuh"
@@ -95,10 +97,13 @@ struct Scan {
                                                                 static_cast<uint16_t>((1 << parts) - 1));
                 };
                 const int tiles = job.reverse ? 2 : 1;
-                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) +
+                const uint32_t from = job.reverse ? offsetof(Factors, beta) : 0;
+                const uint32_t factors = (job.reverse ? offsetof(Factors, log2) : offsetof(Factors, left)) - from;
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + factors +
                                                          (call.as_given(c) && !job.no_v ? Half::kBytes : 0));
                 copy_key(stage.k, call.map_k, call.k);
-                copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
+                copy(reinterpret_cast<char *>(&stage.f) + from, reinterpret_cast<const char *>(call.factors + own) + from,
+                     factors);
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
                 if (job.reverse) {
                     copy_key(stage.q, call.map_q, call.q);
