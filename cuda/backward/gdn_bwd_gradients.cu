@@ -338,6 +338,7 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     if (own.group > C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
+        if (own.warp == 1) own.load_keys();
     } else if (own.group == C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();
