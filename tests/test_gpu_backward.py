@@ -89,6 +89,7 @@ def long_ones():
         yield Case("gdn", (2100, 0, 70, 5, 900, 64), 1, 2, D, D, "bf16")
         yield Case("gdn", (1200, 1, 800, 500), 1, 1, D, D, "bf16", gates="zero")
         yield Case("gdn", (2048, 2048), 1, 2, D, D, "bf16", packed=False, state_dtype="bf16")
+    yield Case("gdn", (4096, 192), 8, 32, 64, 64, "bf16")
     yield Case("gdn", (2200,), 2, 8, 128, 128, "bf16")
     options = (("qk_l2norm", True), ("gate", "softplus"), ("beta_form", "logits_x2"))
     yield Case("gdn", (2200,), 2, 4, 128, 128, "bf16", options=options)

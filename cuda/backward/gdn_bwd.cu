@@ -30,7 +30,8 @@ uint64_t cut(const BwdParams &p, int multiprocessors, char *base, Call &call) {
     take(call.factors, values);
     call.cut.streams = cut_streams(p, multiprocessors);
     if (call.cut.streams != 0) {
-        take(call.cut.first, p.HV * call.cut.streams), take(call.cut.later, p.HV * call.cut.streams);
+        call.cut.room = call.cut.streams + 2 * static_cast<int>(p.N - 1);
+        take(call.cut.first, p.HV * call.cut.room), take(call.cut.later, p.HV * call.cut.room);
         take(call.cut.join, p.N * p.HV);
         take(call.cut.places, (2 * p.HV * call.cut.slots_a_head() + 1) * p.K * p.V);
     }

@@ -12,6 +12,7 @@ constexpr float kForgotten = -41.0f;  // log2 of a bound of |M|; 2^-40 with room
 // Costs in eighths of a chunk's time in the scan: a chunk; a hop of the join; the join and the second launch, with what they load
 // first; what a scan loads first. And the chunks of a sequence below which nothing pays, this file's two launches included.
 constexpr int kChunkCost = 8, kHopCost = 10, kJoinCost = 64, kStartCost = 16, kLeastCutChunks = 32;
+constexpr int kUsualSilence = 10;  // chunks that forget, where gates are not known yet
 
 __host__ __device__ constexpr int segments_of(int chunks, int segment) {
     return chunks <= segment ? 1 : (chunks - 1) / segment + 1;
@@ -24,28 +25,37 @@ struct Choice {
     int exact, cost, forgetting;
 };
 
+// Chunks' time of clusters with so many chunks in all, of which the longest has that many.
+__device__ __forceinline__ int time_of(int clusters, int work, int longest, int streams) {
+    return clusters <= streams ? longest : longest + work / streams;
+}
+
 // By a converged warp, the same in every lane; lane n has the chunks of sequence n, and tries segments of a part in n + 1 of the longest.
-__device__ __forceinline__ Choice choose(int own, int N, int streams) {
+__device__ __forceinline__ Choice choose(int own, int N, int streams, int room) {
     const int lane = threadIdx.x % 32;
     const int longest = max(__reduce_max_sync(~0u, own), 1), segment = (longest + lane) / (lane + 1);
-    int first = 0, later = 0;
+    int first = 0, later = 0, work = 0, forgetting = 0, forgetting_work = 0;
     for (int m = 0; m < N; m++) {
-        const int segments = segments_of(__shfl_sync(~0u, own, m), segment);
+        const int chunks = __shfl_sync(~0u, own, m), segments = segments_of(chunks, segment);
         first += first_items(segments), later += 2 * (segments - 1);
+        work += segments == 1 ? 2 * chunks : chunks + 2 * (segments - 2) * segment;
+        forgetting += 2 * segments, forgetting_work += 2 * (chunks + (segments - 1) * kUsualSilence);
     }
-    const int of_longest = segments_of(longest, segment);
-    const int cost =
-        of_longest == 1 ? kChunkCost * longest : 2 * kChunkCost * segment + kHopCost * (of_longest - 2) + kJoinCost;
-    // The least, of equal ones the fewest segments; one segment each always fits.
-    const bool fits = first <= streams && later <= streams;
-    const int best = -__reduce_max_sync(~0u, fits ? -(min(cost, (1 << 25) - 1) * 32 + lane) : INT32_MIN + 1) % 32;
+    // The lane with the least cost, of equal ones that with the fewest segments; one segment each always fits.
+    const auto least = [&](bool fits, int cost) {
+        const int key = min(cost, (1 << 25) - 1) * 32 + lane;
+        return -__reduce_max_sync(~0u, fits ? -key : INT32_MIN + 1) % 32;
+    };
+    const int of_longest = segments_of(longest, segment), once = time_of(first, work, segment, streams);
+    const int cost = kChunkCost * once + (of_longest == 1 ? 0 : kChunkCost * segment + kHopCost * (of_longest - 2) + kJoinCost);
+    const int best = least(first <= room && later <= streams, cost);
     Choice choice = {__shfl_sync(~0u, segment, best), __shfl_sync(~0u, cost, best), 0};
-    int items = 0;
+    int places = 0;
     for (int m = 0; m < N; m++) {
         const int chunks = __shfl_sync(~0u, own, m);
-        items += max(2 * segments_of(chunks, segment), first_items(segments_of(chunks, choice.exact)));
+        places += max(2 * segments_of(chunks, segment), first_items(segments_of(chunks, choice.exact)));
     }
-    const int most = __reduce_max_sync(~0u, items <= streams ? lane : 0);
+    const int most = least(places <= room, time_of(forgetting, forgetting_work, segment + kUsualSilence, streams));
     choice.forgetting = __shfl_sync(~0u, segment, most);
     return choice;
 }
@@ -107,12 +117,13 @@ __global__ void __launch_bounds__(kCutThreads) gdn_bwd_cut_kernel(const __grid_c
     extern __shared__ __align__(1024) char smem_bytes[];
     CutSmem &smem = *reinterpret_cast<CutSmem *>(smem_bytes);
     const BwdParams &p = call.p();
-    const int lane = threadIdx.x % 32, N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), streams = call.cut.streams;
+    const int lane = threadIdx.x % 32, N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), streams = call.cut.streams,
+              room = call.cut.room;
     const int n = blockIdx.x / HV, head = blockIdx.x % HV;
     ptx::griddepcontrol_launch_dependents();
     // Lengths are the caller's, so all of this need not wait for the kernels before.
     const int own = lane < N ? (make_item(p, lane, 0, 0).length + kC - 1) / kC : 0;
-    const Choice choice = choose(own, N, streams);
+    const Choice choice = choose(own, N, streams, room);
     // Places of the items and slots: those of the sequences before come first.
     int place = 0, later_place = 0, first_chunk = 0;
     for (int m = 0; m < n; m++) {
@@ -166,11 +177,11 @@ __global__ void __launch_bounds__(kCutThreads) gdn_bwd_cut_kernel(const __grid_c
         slot, identity, forgets};
     const bool few = chunks > 0 && make_item(p, n, head, 0).length <= kFewTokens;  // the kernels in float do those
     const ScanItem none = {-1};
-    ScanItem *first = call.cut.first + head * streams, *later = call.cut.later + head * streams;
+    ScanItem *first = call.cut.first + head * room, *later = call.cut.later + head * room;
     const bool last = n == N - 1;  // it clears what nobody has
-    for (int i = threadIdx.x; i < (last ? streams - place : places); i += kCutThreads)
+    for (int i = threadIdx.x; i < (last ? room - place : places); i += kCutThreads)
         first[place + i] = i < places && !few ? cutting.first(i) : none;
-    for (int i = threadIdx.x; i < (last ? streams - later_place : later_places); i += kCutThreads)
+    for (int i = threadIdx.x; i < (last ? room - later_place : later_places); i += kCutThreads)
         later[later_place + i] = i < later_places ? cutting.later(i) : none;
     if (threadIdx.x == 0) call.cut.join[blockIdx.x] = {slot, forgets || exact < 3 ? 0 : exact - 2};
 }
@@ -187,10 +198,13 @@ __global__ void __launch_bounds__(2 * D) gdn_bwd_join_kernel(const __grid_consta
                       item.hops, slice);
 }
 
+// Clusters that a head may have at once, or 0 where nothing is cut: not even two segments of each sequence's two scans would run at
+// once, nor is a pack, whose lengths are on the device, so long that there may be work for them.
 int cut_streams(const BwdParams &p, int multiprocessors) {
     if (p.splits == 1 || p.N < 1 || p.N > kMaxCutSequences || p.HV < 1 || p.T < kLeastCutChunks * kC) return 0;
     const int64_t streams = multiprocessors / (p.HV * (p.V / 64));
-    return streams >= 2 * (p.N + 1) ? static_cast<int>(streams) : 0;
+    const bool long_pack = p.cu_seqlens && streams >= 4 && p.T >= p.N * kLeastCutChunks * kC;
+    return streams >= 2 * (p.N + 1) || long_pack ? static_cast<int>(streams) : 0;
 }
 
 static LaunchConfig config_of(const BwdParams &p, int64_t blocks, int64_t threads, int64_t smem_bytes) {

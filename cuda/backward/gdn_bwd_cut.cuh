@@ -41,8 +41,9 @@ constexpr int kMaxCutSequences = 32;
 
 struct Cut {
     int streams = 0;  // clusters of the scan that a head may have at once; 0: nothing is cut
-    ScanItem *first;  // [HV][streams]: of the launch before the join
-    ScanItem *later;  // [HV][streams]: of that behind it
+    int room;         // that it may have
+    ScanItem *first;  // [HV][room]: of the launch before the join
+    ScanItem *later;  // [HV][room]: of that behind it
     JoinItem *join;   // [N][HV]
     float *places;    // [HV][streams / 2][2][2][D][D], V-first; [D][D]: the identity
     __host__ __device__ __forceinline__ int slots_a_head() const { return streams / 2 * 2; }

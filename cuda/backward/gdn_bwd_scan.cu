@@ -410,7 +410,7 @@ void launch_scan(const Call &call, ScanItem *items) {
     for_config(call.exact.p, [&](auto config) {
         using C = decltype(config);
         LaunchConfig launch_config;
-        launch_config.grid.x = (items ? call.cut.streams : 2 * call.exact.p.N) * call.exact.p.HV * C::kHalves;
+        launch_config.grid.x = (items ? call.cut.room : 2 * call.exact.p.N) * call.exact.p.HV * C::kHalves;
         launch_config.block.x = kScanThreads;
         launch_config.cluster.x = C::kHalves;
         launch_config.smem_bytes = sizeof(ScanSmem<C>);

@@ -104,7 +104,7 @@ extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2nor
     cuda::launch_gdn_bwd_chunked(p, multiprocessors);
     cuda::gdn_bwd::Call call = {};
     cuda::gdn_bwd::cut(p, multiprocessors, (char *)(((uintptr_t)workspace.data() + 255) / 256 * 256), call);
-    for (int i = 0; i < p.HV * call.cut.streams; i++)
+    for (int i = 0; i < (call.cut.streams ? p.HV * call.cut.room : 0); i++)
         items[0] += call.cut.first[i].n >= 0, items[1] += call.cut.later[i].n >= 0;
     int flagged = 0;
     for (int i = 0; i < p.N * p.HV; i++) flagged += cuda::last.w.flags[i];

@@ -120,6 +120,7 @@ def long_ones():
     options = (("qk_l2norm", True), ("gate", "softplus"), ("beta_form", "logits_x2"))
     yield Case("gdn", (2500,), 1, 2, 64, 64, "bf16", options=options), 32
     yield Case("gdn", (1500, 0, 70, 700), 1, 2, 64, 64, "f16"), 60
+    yield Case("gdn", (5800, 200, 150), 1, 1, 64, 64, "bf16"), 6
     yield Case("gdn", (2048, 2048), 1, 1, 64, 64, "bf16", packed=False), 20
 
 
