@@ -162,31 +162,39 @@ struct Gradients : GradientsParts<C> {
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(similar);
         }
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(x), ptx::register_fence(y);
-        group == 0 ? scale_pairs<true>(x, similar, f, sums.pairs[0]) : scale_pairs<false>(x, similar, f, sums.pairs[1]);
-        if (C::kHalves == 1) {
+        const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
+        // S do is under way while pairs are scaled; with one warpgroup, whose y is taken, behind that.
+        if (C::kHalves > 1) {
+            state_ring.wait_full(states);
+            issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_do(place), 0, 0), state, false);
+            ptx::wgmma_wait_group<1>();
+            ptx::register_fence(x);
+            group == 0 ? scale_pairs<true>(x, similar, f, sums.pairs[0]) : scale_pairs<false>(x, similar, f, sums.pairs[1]);
+        } else {
+            ptx::wgmma_wait_group<0>();
+            ptx::register_fence(x), ptx::register_fence(y);
+            scale_pairs<true>(x, similar, f, sums.pairs[0]);
             float own[32];
             key_similarities(own);
             scale_pairs<false>(y, own, f, sums.pairs[1]);
+            state_ring.wait_full(states);
+            issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_do(place), 0, 0), state, false);
         }
-        state_ring.wait_full(states);
-        const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do(place), 0, 0), state, false);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), state, false);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_dr(place), 0, 0), state, false);
         grad_ring.wait_full(states);
         ptx::wgmma_wait_group<1>();
+        ptx::register_fence(y);
+        add_scaled(dq, y, f.query, s_q, c_dots);
+        ptx::register_fence(y);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_e(place), 0, 0), grad, false);
+        ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
-        add_scaled(dq, x, f.query, s_q, c_dots);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(y), ptx::register_fence(x);
         warp_arrive(state_ring.empty(0), lane);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e(place), 0, 0), grad, false);
-        add_scaled(dk, y, f.erase, s_k, c_dots);
+        add_scaled(dk, x, f.erase, s_k, c_dots);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(x);
+        ptx::register_fence(y);
         warp_arrive(grad_ring.empty(0), lane);
-        add_scaled(dk, x, f.write, s_k, after);
+        add_scaled(dk, y, f.write, s_k, after);
         warp_arrive(tokens_ring.empty(place), lane);
         put_rows(sums.c[group], c_dots), put_rows(sums.after[group], after);
         warp_arrive(sums_ring.full(sums_at.stage), lane);
