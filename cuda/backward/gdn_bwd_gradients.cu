@@ -11,11 +11,11 @@
 //
 // Every term of dg_t has the decay of t as a factor, so a steep gate gets a small gradient and nothing cancels that has not to.
 //
-// Roles: a warpgroup per 64 channels of K multiplies. Per value head: do e^T (first warpgroup), e dr^T (last); S do, S dr; D e; then
+// Roles: a warpgroup per 64 channels of K multiplies. Per value head: do e^T (first warpgroup), dr e^T (last); S do, S dr; D e; then
 // the products with P' and M. One more warpgroup writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products. One more
 // warp loads: do, e and dr of the next head beside this one's; S, D, q and k as soon as those before have been read.
 // Shared memory at D = 128: q, k 32 KB, do, e, dr 2 x 48, S, D 64, P', M 16, factors and sums 12: one CTA an SM.
-// Registers: 2 x 200 + 56 + 56; q . k or k . k 32, dq', dk' 64, sums of products 64.
+// Registers: 2 x 208 + 56 + 40; q . k or k . k 32, dq', dk' 64, sums of products 64.
 #include "common/launch.h"
 #include "gdn_bwd_gradients.cuh"
 
@@ -31,26 +31,21 @@ struct Gradients : GradientsParts<C> {
         Parts::s_erase;
     using typename Parts::Rows, typename Parts::Square, typename Parts::State, typename Parts::T;
 
-    // P' (kOfQ) from do e^T or M^T from e dr^T, and what its part of H, with q k^T or k k^T, gives to dg: sums over the warp's rows.
-    // M is made transposed, on and above the diagonal, so that the two warps of a scheduler have as much to do as those of any other.
-    // Sums over columns j before t, or i from t on, are products with ones, of H in tf32: the ones are exact, and each sum is as good
-    // as its terms.
-    template <bool kOfQ>
-    __device__ __forceinline__ void scale_pairs(const float (&x)[32], const float (&similar)[32], const Factors &f,
+    // P' (of_q) or M from do e^T or dr e^T, and what its part of H, with q k^T or k k^T, gives to dg: sums over the warp's rows.
+    // Sums over columns before t are products with ones, of H in tf32: the ones are exact, and each sum is as good as its terms.
+    __device__ __forceinline__ void scale_pairs(bool of_q, const float (&x)[32], const float (&similar)[32], const Factors &f,
                                                 float (*sums)[kC]) const {
-        const uint32_t tile = kOfQ ? s_pairs : s_erase;
+        const uint32_t tile = of_q ? s_pairs : s_erase;
         const int g = lane / 4;
         constexpr uint32_t kOne = 0x3f800000u;
         // Column 2q of a block of eight takes the place of q in the product, 2q + 1 that of q + 4. Is it before column g?
-        const uint32_t even = (2 * q < g) == kOfQ ? kOne : 0, odd = (2 * q + 1 < g) == kOfQ ? kOne : 0;
-        const float own[2] = {kOfQ ? f.pair_q[row] : -f.pair_k[row], kOfQ ? f.pair_q[row + 8] : -f.pair_k[row + 8]};
+        const uint32_t even = 2 * q < g ? kOne : 0, odd = 2 * q + 1 < g ? kOne : 0;
+        const float own[2] = {of_q ? f.pair_q[row] : -f.pair_k[row], of_q ? f.pair_q[row + 8] : -f.pair_k[row + 8]};
         const float sum[2] = {f.log2[row], f.log2[row + 8]};
         float before[4] = {}, column[8][2];  // of all columns so far, for any t; sums for t = 8 n + 2 q, + 1
 #pragma unroll
-        for (int step = 0; step < 8; step++) {
-            const int n = kOfQ ? step : 7 - step;
-            const bool at_diagonal = kOfQ ? n >= 2 * warp : n <= 2 * warp + 1;
-            if (kOfQ ? n > 2 * warp + 1 : n < 2 * warp) {
+        for (int n = 0; n < 8; n++) {
+            if (n > 2 * warp + 1) {
                 column[n][0] = column[n][1] = 0.0f;
                 continue;
             }
@@ -60,20 +55,20 @@ struct Gradients : GradientsParts<C> {
             float y[2][2], h[2][2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float a = ptx::ex2_approx_ftz(fminf(kOfQ ? sum[half] - log2.x : log2.x - sum[half], 0.0f)),
-                            b = ptx::ex2_approx_ftz(fminf(kOfQ ? sum[half] - log2.y : log2.y - sum[half], 0.0f));
+                const float a = ptx::ex2_approx_ftz(fminf(sum[half] - log2.x, 0.0f)),
+                            b = ptx::ex2_approx_ftz(fminf(sum[half] - log2.y, 0.0f));
                 y[half][0] = own[half] * other.x * a * x[4 * n + 2 * half];
                 y[half][1] = own[half] * other.y * b * x[4 * n + 2 * half + 1];
                 h[half][0] = y[half][0] * similar[4 * n + 2 * half], h[half][1] = y[half][1] * similar[4 * n + 2 * half + 1];
             }
-            if (at_diagonal) {
+            if (n >= 2 * warp) {  // at the diagonal
 #pragma unroll
                 for (int half = 0; half < 2; half++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const int apart = kOfQ ? row + 8 * half - (j + e) : j + e - (row + 8 * half);
+                        const int apart = row + 8 * half - (j + e);
                         if (apart <= 0) h[half][e] = 0.0f;
-                        if (apart < 0 || (!kOfQ && apart == 0)) y[half][e] = 0.0f;
+                        if (apart < 0 || (!of_q && apart == 0)) y[half][e] = 0.0f;
                     }
             }
             uint32_t terms[4];  // rounded to nearest, ties away
@@ -88,10 +83,10 @@ struct Gradients : GradientsParts<C> {
             float here[4] = {before[0], before[1], before[2], before[3]};
             ptx::mma_m16n8k8_tf32(here, terms, even, odd);
             ptx::mma_m16n8k8_tf32(before, terms, kOne, kOne);
-            if (at_diagonal) {  // t beyond row i, or up to row j, has no part in it
+            if (n >= 2 * warp) {  // t beyond row i has no part in it
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if ((j + e % 2 > row + e / 2 * 8) == kOfQ) here[e] = 0.0f;
+                    if (j + e % 2 > row + e / 2 * 8) here[e] = 0.0f;
             }
             column[n][0] = here[0] + here[2], column[n][1] = here[1] + here[3];
         }
@@ -148,11 +143,11 @@ struct Gradients : GradientsParts<C> {
         const Factors &f = smem.f[place];
         typename GradientsSmem<C>::Sums &sums = smem.sums[sums_at.stage];
         ptx::fence_proxy_async_shared_cta();  // do may have come by ordinary copies
-        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_e(place), 0, 0),
-                                                Rows::k_major_low(group == 0 ? s_e(place) : s_dr(place), 0, 0), false);
+        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
+                                                Rows::k_major_low(s_e(place), 0, 0), false);
         if (C::kHalves == 1)
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_e(place), 0, 0),
-                                                    Rows::k_major_low(s_dr(place), 0, 0), false);
+            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0),
+                                                    Rows::k_major_low(s_e(place), 0, 0), false);
         multipliers();  // P' and M of the head before are read
         sums_ring.wait_empty(sums_at);
         if (first) {
@@ -169,14 +164,14 @@ struct Gradients : GradientsParts<C> {
             issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_do(place), 0, 0), state, false);
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(x);
-            group == 0 ? scale_pairs<true>(x, similar, f, sums.pairs[0]) : scale_pairs<false>(x, similar, f, sums.pairs[1]);
+            scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
         } else {
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(x), ptx::register_fence(y);
-            scale_pairs<true>(x, similar, f, sums.pairs[0]);
+            scale_pairs(true, x, similar, f, sums.pairs[0]);
             float own[32];
             key_similarities(own);
-            scale_pairs<false>(y, own, f, sums.pairs[1]);
+            scale_pairs(false, y, own, f, sums.pairs[1]);
             state_ring.wait_full(states);
             issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_do(place), 0, 0), state, false);
         }
@@ -349,14 +344,14 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     __syncthreads();
     delta_bwd::after_those_before();
     if (own.group > C::kHalves) {
-        C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<40>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
         if (own.warp == 1) own.load_keys();
     } else if (own.group == C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();
     } else {
-        C::kHalves > 1 ? ptx::setmaxnreg_inc<200>() : ptx::setmaxnreg_inc<240>();
+        C::kHalves > 1 ? ptx::setmaxnreg_inc<208>() : ptx::setmaxnreg_inc<240>();
         own.multiply();
     }
 }
