@@ -15,7 +15,7 @@
 // the products with P' and M. One more warpgroup writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products. Two more
 // warps load: do, e and dr of the next head beside this one's, S and D as soon as those before have been read; q and k.
 // Shared memory at D = 128: q, k 32 KB, do, e, dr 2 x 48, S, D 64, P', M 16, factors and sums 12: one CTA an SM.
-// Registers: 2 x 208 + 56 + 40; q . k or k . k 32, dq', dk' 64, sums of products 64.
+// Registers: 2 x 200 + 56 + 56; q . k or k . k 32, dq', dk' 64, sums of products 64.
 #include "common/launch.h"
 #include "gdn_bwd_gradients.cuh"
 
@@ -157,39 +157,31 @@ struct Gradients : GradientsParts<C> {
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(similar);
         }
-        const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
-        // S do is under way while pairs are scaled; with one warpgroup, whose y is taken, behind that.
-        if (C::kHalves > 1) {
-            state_ring.wait_full(states);
-            issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_do(place), 0, 0), state, false);
-            ptx::wgmma_wait_group<1>();
-            ptx::register_fence(x);
-            scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
-        } else {
-            ptx::wgmma_wait_group<0>();
-            ptx::register_fence(x), ptx::register_fence(y);
-            scale_pairs(true, x, similar, f, sums.pairs[0]);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(x), ptx::register_fence(y);
+        scale_pairs(group == 0, x, similar, f, sums.pairs[group]);
+        if (C::kHalves == 1) {
             float own[32];
             key_similarities(own);
             scale_pairs(false, y, own, f, sums.pairs[1]);
-            state_ring.wait_full(states);
-            issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_do(place), 0, 0), state, false);
         }
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_dr(place), 0, 0), state, false);
+        state_ring.wait_full(states);
+        const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do(place), 0, 0), state, false);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), state, false);
         grad_ring.wait_full(states);
         ptx::wgmma_wait_group<1>();
-        ptx::register_fence(y);
-        add_scaled(dq, y, f.query, s_q, c_dots);
-        ptx::register_fence(y);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_e(place), 0, 0), grad, false);
-        ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
-        warp_arrive(state_ring.empty(0), lane);
-        add_scaled(dk, x, f.erase, s_k, c_dots);
+        add_scaled(dq, x, f.query, s_q, c_dots);
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(y);
+        ptx::register_fence(y), ptx::register_fence(x);
+        warp_arrive(state_ring.empty(0), lane);
+        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e(place), 0, 0), grad, false);
+        add_scaled(dk, y, f.erase, s_k, c_dots);
+        ptx::wgmma_wait_group<0>();
+        ptx::register_fence(x);
         warp_arrive(grad_ring.empty(0), lane);
-        add_scaled(dk, y, f.write, s_k, after);
+        add_scaled(dk, x, f.write, s_k, after);
         warp_arrive(tokens_ring.empty(place), lane);
         put_rows(sums.c[group], c_dots), put_rows(sums.after[group], after);
         warp_arrive(sums_ring.full(sums_at.stage), lane);
@@ -344,14 +336,14 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     __syncthreads();
     delta_bwd::after_those_before();
     if (own.group > C::kHalves) {
-        C::kHalves > 1 ? ptx::setmaxnreg_dec<40>() : ptx::setmaxnreg_dec<96>();
+        C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
         if (own.warp == 1) own.load_keys();
     } else if (own.group == C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();
     } else {
-        C::kHalves > 1 ? ptx::setmaxnreg_inc<208>() : ptx::setmaxnreg_inc<240>();
+        C::kHalves > 1 ? ptx::setmaxnreg_inc<200>() : ptx::setmaxnreg_inc<240>();
         own.multiply();
     }
 }
