@@ -21,6 +21,7 @@ set(LINATTN_CUDA_SOURCES
   cuda/backward/delta_bwd_chunk.cu
   cuda/backward/delta_bwd_scan.cu
   cuda/backward/gdn_bwd.cu
+  cuda/backward/gdn_bwd_cut.cu
   cuda/backward/gdn_bwd_gradients.cu
   cuda/backward/gdn_bwd_prepare.cu
   cuda/backward/gdn_bwd_scan.cu

@@ -140,7 +140,7 @@ static uint64_t delta_bwd_workspace(const BwdParams &p) {
 // In chunks wherever rows can be copied 16 bytes at a time, token by token elsewhere.
 static uint64_t gdn_bwd_workspace(const BwdParams &p) {
     const uint64_t bytes = delta_bwd_workspace(p);
-    return gdn_bwd_chunked_fits(p) ? gdn_bwd_chunked_workspace(p) : bytes;
+    return gdn_bwd_chunked_fits(p) ? gdn_bwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
 }
 
 static const char *delta_bwd(const BwdParams &p) {

@@ -201,7 +201,8 @@ def gdn_bwd(
         beta_form: "weight": beta is the write strength, in [0,2]. "logits": it is
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
         save: "nothing": all is recomputed from the inputs. "states" is not there yet.
-        splits: "auto" or int. Pieces per sequence inside the card; 1 is none.
+        splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has
+            the same bits packed and alone.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
     Returns:
         ``(dq, dk, dv, dg, dbeta, d_initial_state, dA_log, ddt_bias)``, each with the shape and dtype

@@ -26,7 +26,7 @@ cp.cuda.set_allocator(None)  # no pool: an array is a cudaMalloc
 rng = np.random.default_rng(0)
 LENGTHS = [5, 0, 67]
 H, HV = 1, 2
-WORKSPACE = 32 << 20  # enough for these lengths
+WORKSPACE = 64 << 20  # enough for these lengths
 worst = 0.0
 
 
@@ -176,6 +176,11 @@ for kda, D, (dtype, state_dtype), v_first in itertools.product(
             f"{name}, backward of one key", pylinattn.gdn_bwd,
             [packed[0], pair(key, dtype), packed[2], *gates, d_o], cu_seqlens=lengths, limit=5e-2,
         )  # fmt: skip
+        long = inputs(kda, 1, 2500, D, dtype)
+        d_o = pair(rng.standard_normal(long[2][1].shape), dtype)
+        for what in ("forgetful", "exactly"):  # how it is cut
+            twice(f"{name}, backward cut {what}", pylinattn.gdn_bwd, [*long, d_o], limit=5e-2)
+            long[3] = pair(np.zeros(long[3][1].shape), np.float32)
     maps = both(f"{name}, map", getattr(pylinattn, f"{family}_segment"), packed, cu_seqlens=lengths)
     ends = [
         pylinattn.segment_merge(M[None], h[None], initial_state=initial[side])

@@ -7,6 +7,8 @@ import pytest
 from arrays import round_to, strides_for
 from cases import HARD_GATES, HARD_KEYS, Case, Input, relative_rms
 from gradients import (
+    HALF_PRODUCTS,
+    PER_TOKEN,
     TOLERANCE,
     WITH_EMPTY,
     backward,
@@ -76,6 +78,61 @@ def test_hard_gates(gpu, D, family, gates):
     g = make(case)["g"].values
     check(not done["dg"][np.isneginf(g)].any(), "dg of a full reset is not 0")
     check_gradients(case, done)
+
+
+def long_ones():
+    """Sequences so long and heads so few that the GDN backward cuts them, exactly or where gates forget."""
+    for D in (64, 128):
+        for dtype in ("bf16", "f16"):
+            for gates in ("usual", "zero"):
+                yield Case("gdn", (2130,), 1, 2, D, D, dtype, gates=gates)
+        yield Case("gdn", (2304,), 1, 1, D, D, "bf16", gates="A_log_16", initial=False)
+        yield Case("gdn", (2100, 0, 70, 5, 900, 64), 1, 2, D, D, "bf16")
+        yield Case("gdn", (1200, 1, 800, 500), 1, 1, D, D, "bf16", gates="zero")
+        yield Case("gdn", (2048, 2048), 1, 2, D, D, "bf16", packed=False, state_dtype="bf16")
+    yield Case("gdn", (2200,), 2, 8, 128, 128, "bf16")
+    options = (("qk_l2norm", True), ("gate", "softplus"), ("beta_form", "logits_x2"))
+    yield Case("gdn", (2200,), 2, 4, 128, 128, "bf16", options=options)
+    for gates in ("minus_20", "one_reset", "chunk_starts"):
+        yield Case("gdn", (2300,), 1, 2, 128, 128, "bf16", gates=gates)
+
+
+@pytest.mark.parametrize("case", list(long_ones()), ids=lambda case: case.id)
+def test_cut_sequences(gpu, case):
+    inputs = make(case)
+    done = backward(gpu, case, inputs)
+    check(done.call.path == PATH[case.family], done.call.path)
+    check_cut(gpu, case, inputs, done)
+    check_gradients(case, done, inputs)
+
+
+def check_cut(gpu, case, inputs, done):
+    """Agrees with the uncut backward, each as accurate as the other (sums over all tokens, a few numbers, apart); equal bits."""
+    whole = backward(gpu, case, inputs, splits=1)
+    for name in (*PER_TOKEN, "d_initial_state"):
+        apart = relative_rms(done[name], whole[name])
+        check(apart <= 2 * HALF_PRODUCTS, f"{name}: {apart:.1e} from that of splits = 1")
+    for _ in range(3):
+        check(backward(gpu, case, inputs).bits() == done.bits(), "a repeated call: other bits")
+
+
+def test_a_long_sequence_is_cut_beside_short_ones(gpu):
+    case = Case("gdn", (300, 300, 7400, 300), 2, 8, 128, 128, "bf16")
+    inputs = make(case)
+    check_cut(gpu, case, inputs, backward(gpu, case, inputs))
+
+
+@pytest.mark.parametrize("length", [0.5, 1.7])
+def test_cut_sequences_forget_no_more_than_their_keys_allow(gpu, length):
+    """Keys longer than 1 may lengthen a state faster than the gates shorten it."""
+    case = Case("gdn", (2304,), 1, 2, 128, 128, "bf16", initial=False)
+    inputs = make(case)
+    k = inputs["k"].values
+    k = length * k / np.sqrt((k * k).sum(axis=-1, keepdims=True))
+    inputs["k"] = Input(round_to(k, "bf16"), "bf16")
+    inputs["g"] = Input(np.full(inputs["g"].values.shape, -0.05), "f32")
+    done = backward(gpu, case, inputs)
+    check_gradients(case, done, inputs)
 
 
 @pytest.mark.parametrize("gates", HARD_KEYS)

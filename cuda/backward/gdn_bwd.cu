@@ -2,6 +2,7 @@
 //
 //   plan       chunks of each sequence; flags cleared                prepare     gdn_bwd_prepare.cu, parallel over chunks
 //   scan       gdn_bwd_scan.cu: S forwards and D backwards           gradients   gdn_bwd_gradients.cu, parallel over chunks
+//   cut, join  gdn_bwd_cut.cu: the scan of long sequences of few heads in segments, before and behind the join
 //
 // Between scan and gradients run the kernels in float (delta_bwd.cu), for the sequences and heads that prepare or scan flagged, and
 // otherwise return at once. What runs does not depend on the host's knowledge of any value.
@@ -15,7 +16,7 @@ namespace linattn::cuda {
 namespace gdn_bwd {
 
 // Cuts the workspace; returns the bytes that it takes. `base` may be null.
-uint64_t cut(const BwdParams &p, char *base, Call &call) {
+uint64_t cut(const BwdParams &p, int multiprocessors, char *base, Call &call) {
     uint64_t used = cut_delta_bwd_workspace(p, base, call.exact.w);
     const auto take = [&](auto *&piece, int64_t count) {
         piece = base ? reinterpret_cast<std::remove_reference_t<decltype(piece)>>(base + used) : nullptr;
@@ -27,6 +28,13 @@ uint64_t cut(const BwdParams &p, char *base, Call &call) {
     take(call.solve, values * kC * kC), take(call.pairs, values * kC * kC);
     take(call.e, values * rows), take(call.dr, values * rows);
     take(call.factors, values);
+    call.cut.streams = cut_streams(p, multiprocessors);
+    if (call.cut.streams != 0) {
+        call.cut.room = call.cut.streams + 2 * static_cast<int>(p.N - 1);
+        take(call.cut.first, p.HV * call.cut.room), take(call.cut.later, p.HV * call.cut.room);
+        take(call.cut.join, p.N * p.HV);
+        take(call.cut.places, (2 * p.HV * call.cut.slots_a_head() + 1) * p.K * p.V);
+    }
     return used;
 }
 
@@ -55,9 +63,9 @@ bool gdn_bwd_chunked_fits(const BwdParams &p) {
            in_units(p.dq) && in_units(p.dk) && in_units(p.dv);
 }
 
-uint64_t gdn_bwd_chunked_workspace(const BwdParams &p) {
+uint64_t gdn_bwd_chunked_workspace(const BwdParams &p, int multiprocessors) {
     gdn_bwd::Call call = {};
-    return gdn_bwd::cut(p, nullptr, call) + 256;
+    return gdn_bwd::cut(p, multiprocessors, nullptr, call) + 256;
 }
 
 void launch_gdn_bwd_chunked(const BwdParams &p, int multiprocessors) {
@@ -66,10 +74,18 @@ void launch_gdn_bwd_chunked(const BwdParams &p, int multiprocessors) {
     call.exact.p = p;
     call.multiprocessors = multiprocessors;
     gdn_bwd::make_maps(p, call);
-    gdn_bwd::cut(p, reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call);
+    gdn_bwd::cut(p, multiprocessors,
+                 reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(p.workspace.data) + 255) / 256 * 256), call);
     launch_delta_bwd_plan(call.exact);
     gdn_bwd::launch_prepare(call);
-    gdn_bwd::launch_scan(call);
+    if (call.cut.streams == 0) {
+        gdn_bwd::launch_scan(call, nullptr);
+    } else {
+        gdn_bwd::launch_cut(call);
+        gdn_bwd::launch_scan(call, call.cut.first);
+        gdn_bwd::launch_join(call);
+        gdn_bwd::launch_scan(call, call.cut.later);
+    }
     launch_delta_bwd_prepare(call.exact);
     launch_delta_bwd_scans(call.exact);
     launch_delta_bwd_chunks(call.exact);

@@ -7,6 +7,7 @@
 #include "common/pipeline.cuh"
 #include "common/swizzle.cuh"
 #include "delta_bwd.h"
+#include "gdn_bwd_cut.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cta.cuh"
 #include "ptx/math.cuh"
@@ -40,14 +41,23 @@ struct Config {
 
 // Of a chunk and value head. G: inclusive sums of the log2 decays; |q|, |k|: 1 without l2norm, where q and k stand for themselves.
 struct alignas(16) Factors {
-    float log2[kC], beta[kC];
-    float query[kC];               // scale 2^G / |q|
-    float erase[kC];               // -beta 2^G / |k|
-    float write[kC];               // beta 2^(G_last - G) / |k|
+    // The forward scan reads write .. growth, the reverse one beta .. erase.
+    float write[kC];  // beta 2^(G_last - G) / |k|
+    float fade[kC];   // -2^G / |k|
+    float beta[kC];
+    float decay, unused[3];  // 2^G_last
+    float4 growth;    // log2 of how much the keys may lengthen a state, of a quarter of them each; where cuts are possible
+    float left[kC];   // 2^(G_last - G) / |k|
+    float query[kC];  // scale 2^G / |q|
+    float erase[kC];  // -beta 2^G / |k|
+    float log2[kC];
     float pair_q[kC], pair_k[kC];  // scale / |q|, beta / |k|
-    float fade[kC], left[kC];      // -2^G / |k|, 2^(G_last - G) / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|
-    float decay, unused[7];        // 2^G_last
+
+    // log2 of a bound of the norm of what the chunk does to a state: max(1, |1 - beta |k|^2|) a token, times the decay.
+    __device__ __forceinline__ float log2_of_bound() const {
+        return log2[kC - 1] + ((growth.x + growth.y) + (growth.z + growth.w));
+    }
 };
 static_assert(sizeof(Factors) % 32 == 0, "half of it is a bulk copy");
 
@@ -60,6 +70,7 @@ struct Call {
     uint16_t *pairs;   // P
     uint16_t *e, *dr;  // e = v - P^T k; dr = du of delta_bwd.cu
     Factors *factors;
+    Cut cut;
     int multiprocessors;
     bool tma;  // it takes all four
 
@@ -71,6 +82,7 @@ struct Call {
     __device__ __forceinline__ void flag(int64_t n, int64_t head) const {
         exact.w.flags[n * exact.p.HV + head] = 1, exact.w.flags[exact.p.N * exact.p.HV] = 1;
     }
+    __device__ __forceinline__ float *state_at(int place) const { return cut.places + place * (exact.p.K * exact.p.V); }
     // Are a chunk's q, k, v and do loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
     __device__ __forceinline__ bool as_given(const Chunk &c) const { return tma && c.length == kC; }
     // Of S before the chunk, or of D after it, in the first half of the slot of the kernels in float.
@@ -159,8 +171,11 @@ __device__ __forceinline__ float sum_quad(float x) {
 }
 
 void launch_prepare(const Call &call);
-void launch_scan(const Call &call);
+void launch_cut(const Call &call);
+void launch_scan(const Call &call, ScanItem *items);  // null: nothing is cut
+void launch_join(const Call &call);
 void launch_gradients(const Call &call);
+int cut_streams(const BwdParams &p, int multiprocessors);
 
 // f(Config) for the call.
 template <class F>

@@ -12,8 +12,8 @@
 // Every term of dg_t has the decay of t as a factor, so a steep gate gets a small gradient and nothing cancels that has not to.
 //
 // Roles: a warpgroup per 64 channels of K multiplies. Per value head: do e^T (first warpgroup), dr e^T (last); S do, S dr; D e; then
-// the products with P' and M. One more warpgroup writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products. One more
-// warp loads: do, e and dr of the next head beside this one's; S, D, q and k as soon as those before have been read.
+// the products with P' and M. One more warpgroup writes dv, dbeta and dg, and has S . D and dr . e as diagonals of products. Two more
+// warps load: do, e and dr of the next head beside this one's, S and D as soon as those before have been read; q and k.
 // Shared memory at D = 128: q, k 32 KB, do, e, dr 2 x 48, S, D 64, P', M 16, factors and sums 12: one CTA an SM.
 // Registers: 2 x 200 + 56 + 56; q . k or k . k 32, dq', dk' 64, sums of products 64.
 #include "common/launch.h"
@@ -338,6 +338,7 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
     if (own.group > C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
+        if (own.warp == 1) own.load_keys();
     } else if (own.group == C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();

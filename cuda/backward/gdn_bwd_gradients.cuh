@@ -6,7 +6,7 @@
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders one warp works
+constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders two warps work
 
 template <class C>
 struct alignas(1024) GradientsSmem {
@@ -274,10 +274,16 @@ struct GradientsParts {
         return first >= items ? 0 : static_cast<int>(((items - first - 1) / gridDim.x + 1) * (p.HV / p.H));
     }
 
-    // Tokens of a head are loaded while the one before is worked on; S, D, q and k as soon as its have been read.
+    // Tokens of a head are loaded while the one before is worked on; S, D, and by a second warp q and k, as soon as its have been read.
+    __device__ __forceinline__ void load_keys() const {
+        Cursor cursor(call);
+        RingState<1> keys;
+        while (cursor.advance())
+            if (cursor.r == 0) fetch_key(cursor.c, keys), keys.advance();
+    }
     __device__ __forceinline__ void load() const {
         Cursor cursor(call);
-        RingState<1> states, keys;
+        RingState<1> states;
         RingState<2> tokens;
         while (cursor.advance()) {
             fetch_tokens(cursor.c, tokens), tokens.advance();
@@ -287,7 +293,6 @@ struct GradientsParts {
                 fetch_state(cursor.c, states, grad_ring, s_grad, call.exact.w.grads);
                 states.advance();
             }
-            if (cursor.r == 0) fetch_key(cursor.c, keys), keys.advance();
         }
     }
 

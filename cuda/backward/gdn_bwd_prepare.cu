@@ -197,6 +197,21 @@ struct Prepare {
         return __any_sync(~0u, match > kNearlyOne) && repeats(kk);
     }
 
+    // How much a state may grow by the warp's rows of keys, which are no longer than 1 as a rule: see Factors. NaN stays.
+    __device__ __forceinline__ void growth(const float (&kk)[32]) const {
+        float log2 = 0.0f;
+        each_pair([&](int at, int i, int j, bool diagonal) {
+            if (!diagonal || j != i / 2 * 2) return;
+            const float norm = smem.norm_k[i], square = norm * norm * (i % 2 ? kk[at + 1] : kk[at]);
+            const float factor = fabsf(1.0f - smem.beta[i] * square);
+            log2 += factor <= 1.0f ? 0.0f : ptx::lg2_approx_ftz(factor);
+        });
+        log2 = sum_quad(log2);
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) log2 += __shfl_xor_sync(~0u, log2, mask);
+        if (lane == 0) (&call.factors[own].growth.x)[warp] = log2;
+    }
+
     // Is a row's key nearly that of several earlier tokens?
     __device__ __forceinline__ bool repeats(const float (&kk)[32]) const {
         float sum[2] = {};
@@ -361,6 +376,7 @@ struct Prepare {
                 call.flag(c.n, c.head);
                 return ptx::cp_async_bulk_wait_group_read<0>();
             }
+            if (call.cut.streams != 0) growth(x);
             __syncthreads();  // q and k are read
             hard = similarities(x, packed) || hard;
         }

@@ -5,7 +5,7 @@
 //   forward   r = v + fade k S;               e = r + solve (beta r);       S = 2^G_last S + k^T (write e)
 //   reverse   z = pairs^T do + left k D;      dr = z + solve^T (beta z);    D = 2^G_last D + q^T (query do) + k^T (erase dr)
 //
-// One CTA per sequence, value head, 64 columns of V and direction; the two halves of V are a cluster, whose CTAs each load half of
+// One CTA per sequence, value head, 64 columns of V and direction, or per item of a cut (gdn_bwd_cut.cuh); the two halves of V are a cluster, whose CTAs each load half of
 // what both need. A warpgroup holds the transposed state, V x K, in fp32 accumulators; packed to 16 bits it is the left operand of
 // the product that needs it, and what goes to memory. Transposed, r, e, z and dr come out as the left operands of what follows, so
 // nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
@@ -14,6 +14,8 @@
 // scheduler.
 // Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
 // y 32, do 32.
+#include <cstddef>
+
 #include "common/launch.h"
 #include "common/states.cuh"
 #include "gdn_bwd.cuh"
@@ -38,12 +40,10 @@ struct alignas(1024) ScanSmem {
     alignas(8) char ring[Ring<kStages>::kBytes];
 };
 
-// What one CTA does.
-struct Job {
+// What one CTA does: that, with the sequence and its first chunk.
+struct Job : ScanItem {
     Item item;
     int64_t first_chunk;
-    int chunks;
-    bool reverse;
 };
 
 template <class C>
@@ -58,7 +58,7 @@ struct Scan {
     const Job &job;
     const Ring<kStages> ring{ptx::shared_address(smem.ring)};
 
-    __device__ __forceinline__ int chunk_at(int step) const { return job.reverse ? job.chunks - 1 - step : step; }
+    __device__ __forceinline__ int chunk_at(int step) const { return job.begin + (job.reverse ? job.chunks - 1 - step : step); }
     __device__ __forceinline__ int64_t value(int step) const {
         return call.of_value(job.first_chunk + chunk_at(step), job.item.head);
     }
@@ -97,21 +97,24 @@ struct Scan {
                                                                 static_cast<uint16_t>((1 << parts) - 1));
                 };
                 const int tiles = job.reverse ? 2 : 1;
-                ptx::mbarrier_arrive_expect_tx(
-                    full, tiles * (Rows::kBytes + Square::kBytes) + sizeof(Factors) + (call.as_given(c) ? Half::kBytes : 0));
+                const uint32_t from = job.reverse ? offsetof(Factors, beta) : 0;
+                const uint32_t factors = (job.reverse ? offsetof(Factors, log2) : offsetof(Factors, left)) - from;
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + factors +
+                                                         (call.as_given(c) && !job.no_v ? Half::kBytes : 0));
                 copy_key(stage.k, call.map_k, call.k);
-                copy(reinterpret_cast<char *>(&stage.f), reinterpret_cast<const char *>(call.factors + own), sizeof(Factors));
+                copy(reinterpret_cast<char *>(&stage.f) + from, reinterpret_cast<const char *>(call.factors + own) + from,
+                     factors);
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
                 if (job.reverse) {
                     copy_key(stage.q, call.map_q, call.q);
                     copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
                 }
-                if (call.as_given(c))
+                if (call.as_given(c) && !job.no_v)
                     ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v,
                                                       full, job.item.v_cta, job.item.head, static_cast<int32_t>(c.token),
                                                       static_cast<int32_t>(c.b));
             }
-            if (!call.as_given(c))
+            if (!call.as_given(c) && !job.no_v)
                 load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
                                 32);
             ptx::cp_async_mbarrier_arrive_noinc(full);
@@ -165,7 +168,7 @@ struct Scan {
             const int64_t own = value(step);
             char *const states = call.state<C>(job.reverse ? call.exact.w.grads : call.exact.w.states, own);
             ptx::bar_sync(kFull + place, kWithStorer);
-            if (threadIdx.x % 32 == 0) {
+            if (threadIdx.x % 32 == 0 && step >= job.silent) {
 #pragma unroll
                 for (int panel = 0; panel < D / 64; panel++)
                     ptx::cp_async_bulk_store(states + panel * C::State::kPanelStrideBytes + half * C::Half::kBytes,
@@ -320,7 +323,7 @@ struct Scan {
     __device__ __forceinline__ void compute() const {
         const BwdParams &p = call.p();
         const int lane = threadIdx.x % 32, row = job.item.v_cta + static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
-        const Tensor &start = kReverse ? p.d_final_state : p.state_in;
+        const Tensor start = place(job.from, kReverse ? p.d_final_state : p.state_in, false);
         float S[D / 2];
 #pragma unroll
         for (int i = 0; i < D / 2; i++) S[i] = 0.0f;
@@ -336,28 +339,60 @@ struct Scan {
             if (step + kStages < job.chunks) give_back(at.stage);
         }
         if (bad) call.flag(job.item.n, job.item.head);
-        if (kReverse && p.d_initial_state) store_state(S, p.d_initial_state, job.item.n, job.item.head, row, lane % 4 * 2);
+#pragma unroll 1
+        for (int i = 0; i < 2; i++) {
+            const Tensor end = place(i == 0 ? job.to : job.to_transposed, p.d_initial_state, i == 1);
+            if (end) store_state(S, end, job.item.n, job.item.head, row, lane % 4 * 2);
+        }
+    }
+
+    // Of a state: a slot, or the caller's array, or none.
+    __device__ __forceinline__ Tensor place(int number, const Tensor &given, bool transposed) const {
+        if (number == kGiven) return given;
+        Tensor t;
+        if (number == kNothing) return t;
+        t.data = reinterpret_cast<char *>(call.state_at(number));
+        t.dtype = DType::F32;
+        t.stride[0] = 0, t.stride[1] = 0, t.stride[2] = transposed ? D : 1, t.stride[3] = transposed ? 1 : D;
+        return t;
     }
 };
 
 template <class C>
-__global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kScanThreads, 1)
+    gdn_bwd_scan_kernel(const __grid_constant__ Call call, const ScanItem *items) {
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<C> &smem = *reinterpret_cast<ScanSmem<C> *>(smem_bytes);
     const BwdParams &p = call.p();
     delta_bwd::after_those_before();
-    // Reverse scans, which take longer, come first.
-    const int64_t states = p.N * p.HV * C::kHalves, index = blockIdx.x % states;
-    const int half = static_cast<int>(index % C::kHalves), head = static_cast<int>(index / C::kHalves % p.HV);
+    const int half = blockIdx.x % C::kHalves;
+    const unsigned index = blockIdx.x / C::kHalves;
     Job job;
-    job.item = make_item(p, index / C::kHalves / p.HV, head, 64 * half);
-    if (job.item.length <= kFewTokens && job.item.length > 0) return;  // all of the cluster; the kernels in float do it
-    job.reverse = blockIdx.x < states;
+    if (items) {
+        static_cast<ScanItem &>(job) = items[index];
+        if (job.n < 0) return;                           // all of the cluster
+        job.reverse = __shfl_sync(~0u, job.reverse, 0);  // or ptxas takes the warps for divergent and serialises the products
+        job.item = make_item(p, job.n, job.head, 64 * half);
+    } else {
+        // Reverse scans, which take longer, come first.
+        const unsigned states = static_cast<unsigned>(p.N * p.HV), HV = static_cast<unsigned>(p.HV);
+        job.item = make_item(p, index % states / HV, static_cast<int>(index % states % HV), 64 * half);
+        if (job.item.length <= kFewTokens && job.item.length > 0) return;  // all of the cluster; the kernels in float do it
+        job.no_v = false;
+        job.begin = 0, job.chunks = (job.item.length + kC - 1) / kC, job.silent = 0;
+        job.reverse = index < states;
+        job.from = kGiven, job.to = job.reverse ? kGiven : kNothing, job.to_transposed = kNothing;
+    }
     job.first_chunk = call.exact.w.chunk_start[job.item.n];
-    job.chunks = (job.item.length + kC - 1) / kC;
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
     if (threadIdx.x == 0) scan.ring.init(1 + 32, ptx::cluster_nctarank());
+    if (job.no_v) {
+        for (int i = threadIdx.x; i < kStages * Scan<C>::Half::kBytes / 16; i += kScanThreads) {
+            constexpr int kUnits = Scan<C>::Half::kBytes / 16;
+            reinterpret_cast<uint4 *>(smem.stage[i / kUnits].x)[i % kUnits] = make_uint4(0, 0, 0, 0);
+        }
+    }
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
     if (threadIdx.x >= 160) {
@@ -371,17 +406,17 @@ __global__ void __launch_bounds__(kScanThreads, 1) gdn_bwd_scan_kernel(const __g
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();  // until nobody writes here any more
 }
 
-void launch_scan(const Call &call) {
+void launch_scan(const Call &call, ScanItem *items) {
     for_config(call.exact.p, [&](auto config) {
         using C = decltype(config);
         LaunchConfig launch_config;
-        launch_config.grid.x = 2 * call.exact.p.N * call.exact.p.HV * C::kHalves;
+        launch_config.grid.x = (items ? call.cut.room : 2 * call.exact.p.N) * call.exact.p.HV * C::kHalves;
         launch_config.block.x = kScanThreads;
         launch_config.cluster.x = C::kHalves;
         launch_config.smem_bytes = sizeof(ScanSmem<C>);
         launch_config.stream = static_cast<cudaStream_t>(call.exact.p.stream);
         launch_config.programmatic = true;
-        launch("gdn_bwd_scan_kernel", gdn_bwd_scan_kernel<C>, launch_config, call);
+        launch("gdn_bwd_scan_kernel", gdn_bwd_scan_kernel<C>, launch_config, call, items);
     });
 }
 

@@ -28,8 +28,10 @@ inline void cp_async_bulk_tensor_4d_load_multicast(uint32_t, const CUtensorMap *
 }
 inline void cp_async_mbarrier_arrive_noinc(uint32_t b) { mbarrier_arrive(b); }
 }  // namespace linattn::ptx
+using std::max;
 using std::min;
 #include "backward/gdn_bwd.cu"
+#include "backward/gdn_bwd_cut.cu"
 #include "backward/gdn_bwd_gradients.cu"
 #include "backward/gdn_bwd_prepare.cu"
 #include "backward/gdn_bwd_scan.cu"
@@ -81,9 +83,9 @@ struct Plain {
     int32_t dtype;
 };
 // arrays: q k v g beta d_o | state_in d_final_state cu_seqlens A_log dt_bias | dq dk dv dg dbeta d_initial_state dA_log ddt_bias.
-// sizes: B T H HV K N. Returns how many sequences and heads were flagged.
+// sizes: B T H HV K N. Returns how many sequences and heads were flagged; items: of the scan's two launches, where sequences may be cut.
 extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2norm, int gate, int beta_form, double lower,
-                       int multiprocessors) {
+                       int multiprocessors, int splits, int *items) {
     BwdParams p;
     p.B = n[0], p.T = n[1], p.H = n[2], p.HV = n[3], p.K = p.V = n[4], p.N = p.P = n[5];
     Tensor *const to[] = {&p.q,       &p.k,       &p.v,  &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
@@ -94,11 +96,16 @@ extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2nor
         memcpy(t->stride, a->stride, sizeof t->stride);
         a++;
     }
-    p.scale = scale, p.qk_l2norm = l2norm, p.gate = (Gate)gate, p.beta_form = (BetaForm)beta_form, p.lower_bound = lower;
+    p.scale = scale, p.qk_l2norm = l2norm, p.gate = (Gate)gate, p.beta_form = (BetaForm)beta_form, p.lower_bound = lower,
+    p.splits = splits;
     if (!cuda::gdn_bwd_chunked_fits(p)) return -1;
-    std::vector<char> workspace(cuda::gdn_bwd_chunked_workspace(p), -1);
+    std::vector<char> workspace(cuda::gdn_bwd_chunked_workspace(p, multiprocessors), -1);
     p.workspace.data = workspace.data();
     cuda::launch_gdn_bwd_chunked(p, multiprocessors);
+    cuda::gdn_bwd::Call call = {};
+    cuda::gdn_bwd::cut(p, multiprocessors, (char *)(((uintptr_t)workspace.data() + 255) / 256 * 256), call);
+    for (int i = 0; i < (call.cut.streams ? p.HV * call.cut.room : 0); i++)
+        items[0] += call.cut.first[i].n >= 0, items[1] += call.cut.later[i].n >= 0;
     int flagged = 0;
     for (int i = 0; i < p.N * p.HV; i++) flagged += cuda::last.w.flags[i];
     return flagged;

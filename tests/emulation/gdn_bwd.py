@@ -46,7 +46,7 @@ def aligned(shape, dtype, values=None):
     return out
 
 
-def run(library, case, drop=(), multiprocessors=3):
+def run(library, case, drop=(), multiprocessors=3, splits=0):
     inputs = {name: x for name, x in make(case).items() if name not in drop}
     arrays = {
         name: (aligned(x.values.shape, x.dtype, x.values) if x.dtype in ("f32", "bf16", "f16")
@@ -67,11 +67,12 @@ def run(library, case, drop=(), multiprocessors=3):
     B, T, H, K = inputs["q"].values.shape
     sizes = (ctypes.c_int64 * 6)(B, T, H, HV, K, N)
     o = case.keywords
+    items = (ctypes.c_int * 2)()
     flagged = library.emulate(
         (Plain * len(given))(*(plain(*x) for x in given)), sizes, ctypes.c_double(o.get("scale", K**-0.5)),
         int(o.get("qk_l2norm", False)), {"none": 0, "softplus": 1, "bounded": 2}[o.get("gate", "none")],
         {"weight": 0, "logits": 1, "logits_x2": 2}[o.get("beta_form", "weight")],
-        ctypes.c_double(o.get("lower_bound", 0.0)), multiprocessors,
+        ctypes.c_double(o.get("lower_bound", 0.0)), multiprocessors, splits, items,
     )  # fmt: skip
     if flagged:
         well = case.gates in HARD_KEYS or max(case.lengths) <= FEW_TOKENS
@@ -86,7 +87,10 @@ def run(library, case, drop=(), multiprocessors=3):
         text, expected_miss = fault or (f"{name} {error:.1e}", True)
         bad = bad or not expected_miss
         texts.append(text + (", but small beside its terms" if fault and expected_miss else ""))
-    print("BAD" if bad else "ok ", case.id, f"flagged {flagged}:", ", ".join(texts), flush=True)
+    cut = f", {items[0]} + {items[1]} scans" if items[0] else ""
+    print(
+        "BAD" if bad else "ok ", case.id, f"flagged {flagged}{cut}:", ", ".join(texts), flush=True
+    )
 
 
 def cases():
@@ -108,6 +112,18 @@ def cases():
         yield Case("gdn", (67, 67, 67), 2, 4, D, D, "bf16", packed=False)
 
 
+def long_ones():
+    """Cut sequences, with so many multiprocessors: exactly where no gate forgets, and in one pass where they do."""
+    for D in (64, 128):
+        yield Case("gdn", (2500,), 1, 1, D, D, "bf16", gates="zero"), 16 * D // 64
+        yield Case("gdn", (2500,), 1, 1, D, D, "bf16"), 12 * D // 64
+    options = (("qk_l2norm", True), ("gate", "softplus"), ("beta_form", "logits_x2"))
+    yield Case("gdn", (2500,), 1, 2, 64, 64, "bf16", options=options), 32
+    yield Case("gdn", (1500, 0, 70, 700), 1, 2, 64, 64, "f16"), 60
+    yield Case("gdn", (5800, 200, 150), 1, 1, 64, 64, "bf16"), 6
+    yield Case("gdn", (2048, 2048), 1, 1, 64, 64, "bf16", packed=False), 20
+
+
 def flagged_ones():
     """Which sequences and heads are flagged: all of these."""
     for gates in HARD_KEYS:
@@ -121,6 +137,9 @@ if __name__ == "__main__":
     for one in cases():
         if wanted in one.id:
             run(loaded, one)
+    for one, multiprocessors in long_ones():
+        if wanted in one.id:
+            run(loaded, one, multiprocessors=multiprocessors)
     bounded = Case(
         "gdn", (70,), 2, 2, 64, 64, "bf16", options=(("gate", "bounded"), ("lower_bound", -5.0))
     )
