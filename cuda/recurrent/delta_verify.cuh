@@ -20,6 +20,7 @@
 //            all: X S . barrier . a thread a column: u by substitution, o
 #pragma once
 #include "common/device_guard.h"
+#include "delta_verify_bf16.cuh"
 #include "verify_tokens.cuh"
 
 namespace linattn::cuda::delta_verify {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void solve(const Params &p, const Choices &c, Smem<C>
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) char smem_bytes[];
+    extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
     Choices c(p.options, p.lower_bound);
@@ -214,8 +215,11 @@ inline bool fits(const DeltaParams &p) {
     return aligned;
 }
 
+#ifndef VER_AHEAD
+#define VER_AHEAD delta_decode_one::kAheadBytes
+#endif
 template <class C>
-void launch_config(const DeltaParams &p, int multiprocessors) {
+void launch_config(const DeltaParams &p, int multiprocessors, void (*kernel)(Params), int64_t smem_bytes) {
     auto stride = [](const Tensor &t, int axis) { return static_cast<uint32_t>(t.stride[axis] * dtype_bytes(t.dtype)); };
     auto view = [&](const Tensor &t) { return TokenView{t.data, stride(t, 0), stride(t, 1), stride(t, 2)}; };
     auto bits = [](auto value, int field) { return static_cast<uint32_t>(value) << field; };
@@ -228,8 +232,8 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     x.rows = static_cast<uint32_t>(p.P), x.key_of = static_cast<uint32_t>((65536 + ratio - 1) / ratio);
     x.scale = static_cast<float>(p.scale), x.lower_bound = static_cast<float>(p.lower_bound);
     x.tokens = static_cast<uint32_t>(p.T);
-    if (C::kParts == 1 && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
-        x.ahead = static_cast<uint32_t>(delta_decode_one::kAheadBytes / (p.HV * C::D * C::D * sizeof(typename C::State)));
+    if (C::kWhole && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
+        x.ahead = static_cast<uint32_t>(VER_AHEAD / (p.HV * C::D * C::D * sizeof(typename C::State)));
     x.state = p.state_in.data, x.state_row = stride(p.state_in, 0), x.state_head = stride(p.state_in, 1);
     x.q = view(p.q), x.k = view(p.k), x.v = view(p.v), x.g = view(p.g), x.beta = view(p.beta), x.o = view(p.o);
     x.A_log = {p.A_log.data, stride(p.A_log, 0)}, x.dt_bias = {p.dt_bias.data, stride(p.dt_bias, 0)};
@@ -238,23 +242,43 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     config.grid.x = p.HV * C::kSlices;
     config.grid.y = p.N;
     config.block.x = C::kThreads;
-    config.smem_bytes = sizeof(Smem<C>);
+    config.smem_bytes = smem_bytes;
     config.stream = static_cast<cudaStream_t>(p.stream);
-    launch("delta_verify_kernel", delta_verify_kernel<C>, config, x);
+    launch("delta_verify_kernel", kernel, config, x);
 }
 
+template <class C>
+void launch_form(const DeltaParams &p, int multiprocessors) {
+    if constexpr (C::kTwoTerms)
+        launch_config<C>(p, multiprocessors, delta_verify_bf16_kernel<C>, sizeof(Bf16Smem<C>));
+    else
+        launch_config<C>(p, multiprocessors, delta_verify_kernel<C>, sizeof(Smem<C>));
+}
+
+// Few states: two CTAs on an SM at most.
 template <bool kKda, class State, bool kVFirst, int R>
 void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    constexpr int kCtas = sizeof(State) == 4 || R == 16 ? 3 : 4;
-    if (p.N * p.HV * 4 <= 2 * multiprocessors)
-        launch_config<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
-    else
-        launch_config<Config<kKda, State, kVFirst, R, 1, kCtas>>(p, multiprocessors);
+    #ifndef VER_CTAS8
+#define VER_CTAS8 4
+#endif
+    constexpr int kCtas = sizeof(State) == 4 || R == 16 ? 3 : VER_CTAS8;
+    if constexpr (kKda && sizeof(State) == 2) {
+        constexpr int kRows = R < 8 ? 8 : R;
+        if (p.N * p.HV * 2 <= 2 * multiprocessors)
+            launch_form<Bf16Config<kVFirst, kRows, 64, 2>>(p, multiprocessors);
+        else
+            launch_form<Bf16Config<kVFirst, kRows, 128, kCtas>>(p, multiprocessors);
+    } else {
+        if (p.N * p.HV * 4 <= 2 * multiprocessors)
+            launch_form<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
+        else
+            launch_form<Config<kKda, State, kVFirst, R, 1, kCtas>>(p, multiprocessors);
+    }
 }
 
 template <bool kKda, class State, bool kVFirst>
 void launch_layout(const DeltaParams &p, int multiprocessors) {
-    if (p.T <= 4) return launch_tokens<kKda, State, kVFirst, 4>(p, multiprocessors);
+    if (p.T <= 4 && !(kKda && sizeof(State) == 2)) return launch_tokens<kKda, State, kVFirst, 4>(p, multiprocessors);
     if (p.T <= 8) return launch_tokens<kKda, State, kVFirst, 8>(p, multiprocessors);
     launch_tokens<kKda, State, kVFirst, 16>(p, multiprocessors);
 }

@@ -19,7 +19,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 template <bool kKdaGate, class StateT, bool kVFirstOrder, int kMostTokens, int kWarpsOfColumn, int kCtas>
 struct Config {
     static constexpr int D = 128, R = kMostTokens, kParts = kWarpsOfColumn, kResident = kCtas;
-    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
+    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kWhole = kParts == 1, kTwoTerms = false;  // a state a CTA
     using State = StateT;
     static constexpr bool kF32 = sizeof(State) == 4;
     static constexpr int kWarps = 4, kThreads = 32 * kWarps;
