@@ -215,11 +215,10 @@ inline bool fits(const DeltaParams &p) {
     return aligned;
 }
 
-#ifndef VER_AHEAD
-#define VER_AHEAD delta_decode_one::kAheadBytes
+#ifndef VER_TILES
+#define VER_TILES 1
 #endif
-template <class C>
-void launch_config(const DeltaParams &p, int multiprocessors, void (*kernel)(Params), int64_t smem_bytes) {
+inline Params parameters(const DeltaParams &p) {
     auto stride = [](const Tensor &t, int axis) { return static_cast<uint32_t>(t.stride[axis] * dtype_bytes(t.dtype)); };
     auto view = [&](const Tensor &t) { return TokenView{t.data, stride(t, 0), stride(t, 1), stride(t, 2)}; };
     auto bits = [](auto value, int field) { return static_cast<uint32_t>(value) << field; };
@@ -232,53 +231,66 @@ void launch_config(const DeltaParams &p, int multiprocessors, void (*kernel)(Par
     x.rows = static_cast<uint32_t>(p.P), x.key_of = static_cast<uint32_t>((65536 + ratio - 1) / ratio);
     x.scale = static_cast<float>(p.scale), x.lower_bound = static_cast<float>(p.lower_bound);
     x.tokens = static_cast<uint32_t>(p.T);
-    if (C::kWhole && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
-        x.ahead = static_cast<uint32_t>(VER_AHEAD / (p.HV * C::D * C::D * sizeof(typename C::State)));
     x.state = p.state_in.data, x.state_row = stride(p.state_in, 0), x.state_head = stride(p.state_in, 1);
     x.q = view(p.q), x.k = view(p.k), x.v = view(p.v), x.g = view(p.g), x.beta = view(p.beta), x.o = view(p.o);
     x.A_log = {p.A_log.data, stride(p.A_log, 0)}, x.dt_bias = {p.dt_bias.data, stride(p.dt_bias, 0)};
     x.read = p.read_indices.data, x.read_stride = stride(p.read_indices, 0);
-    LaunchConfig config;
-    config.grid.x = p.HV * C::kSlices;
-    config.grid.y = p.N;
-    config.block.x = C::kThreads;
-    config.smem_bytes = smem_bytes;
-    config.stream = static_cast<cudaStream_t>(p.stream);
-    launch("delta_verify_kernel", kernel, config, x);
+    return x;
 }
 
 template <class C>
 void launch_form(const DeltaParams &p, int multiprocessors) {
-    if constexpr (C::kTwoTerms)
-        launch_config<C>(p, multiprocessors, delta_verify_bf16_kernel<C>, sizeof(Bf16Smem<C>));
-    else
-        launch_config<C>(p, multiprocessors, delta_verify_kernel<C>, sizeof(Smem<C>));
+    Params x = parameters(p);
+    LaunchConfig config;
+    config.grid.x = p.HV * C::kSlices;
+    config.grid.y = p.N;
+    config.block.x = C::kThreads;
+    config.stream = static_cast<cudaStream_t>(p.stream);
+    if constexpr (C::kBf16Products) {
+        config.smem_bytes = sizeof(Bf16Smem<C>);
+        if constexpr (C::kTma)
+            launch("delta_verify_many_kernel", delta_verify_many_kernel<C>, config, x, maps_of<C>(p));
+        else
+            launch("delta_verify_few_kernel", delta_verify_few_kernel<C>, config, x);
+    } else {
+        config.smem_bytes = sizeof(Smem<C>);
+        if (C::kParts == 1 && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
+            x.ahead = static_cast<uint32_t>(delta_decode_one::kAheadBytes / (p.HV * C::D * C::D * sizeof(typename C::State)));
+        launch("delta_verify_kernel", delta_verify_kernel<C>, config, x);
+    }
 }
 
-// Few states: two CTAs on an SM at most.
+template <bool kKda, bool kVFirst, int R, int kTerms>
+void launch_bf16(const DeltaParams &p, int multiprocessors) {
+    constexpr int kCtas = R == 16 && kTerms == 2 ? 3 : 4;
+    if (p.N * p.HV * 2 <= 2 * multiprocessors || !boxes_fit(p))  // few: two CTAs on an SM at most
+        launch_form<Bf16Config<kKda, kVFirst, R, kTerms, 64, 1, 2>>(p, multiprocessors);
+    else
+        launch_form<Bf16Config<kKda, kVFirst, R, kTerms, 128, VER_TILES, kCtas>>(p, multiprocessors);
+}
+
+template <bool kKda, bool kVFirst, int R>
+void launch_f32(const DeltaParams &p, int multiprocessors) {
+    if (p.N * p.HV * 4 <= 2 * multiprocessors)
+        launch_form<Config<kKda, float, kVFirst, R, 4, 2>>(p, multiprocessors);
+    else
+        launch_form<Config<kKda, float, kVFirst, R, 1, 3>>(p, multiprocessors);
+}
+
 template <bool kKda, class State, bool kVFirst, int R>
 void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    #ifndef VER_CTAS8
-#define VER_CTAS8 4
-#endif
-    constexpr int kCtas = sizeof(State) == 4 || R == 16 ? 3 : VER_CTAS8;
-    if constexpr (kKda && sizeof(State) == 2) {
-        constexpr int kRows = R < 8 ? 8 : R;
-        if (p.N * p.HV * 2 <= 2 * multiprocessors)
-            launch_form<Bf16Config<kVFirst, kRows, 64, 2>>(p, multiprocessors);
-        else
-            launch_form<Bf16Config<kVFirst, kRows, 128, kCtas>>(p, multiprocessors);
-    } else {
-        if (p.N * p.HV * 4 <= 2 * multiprocessors)
-            launch_form<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
-        else
-            launch_form<Config<kKda, State, kVFirst, R, 1, kCtas>>(p, multiprocessors);
-    }
+    if constexpr (sizeof(State) == 4)
+        launch_f32<kKda, kVFirst, R>(p, multiprocessors);
+    else if (!kKda && p.q.dtype == DType::BF16)
+        launch_bf16<kKda, kVFirst, R, kKda ? 2 : 1>(p, multiprocessors);
+    else
+        launch_bf16<kKda, kVFirst, R, 2>(p, multiprocessors);
 }
 
 template <bool kKda, class State, bool kVFirst>
 void launch_layout(const DeltaParams &p, int multiprocessors) {
-    if (p.T <= 4 && !(kKda && sizeof(State) == 2)) return launch_tokens<kKda, State, kVFirst, 4>(p, multiprocessors);
+    constexpr int kFewest = sizeof(State) == 4 ? 4 : 8;
+    if (p.T <= 4) return launch_tokens<kKda, State, kVFirst, kFewest>(p, multiprocessors);
     if (p.T <= 8) return launch_tokens<kKda, State, kVFirst, 8>(p, multiprocessors);
     launch_tokens<kKda, State, kVFirst, 16>(p, multiprocessors);
 }

@@ -1,5 +1,5 @@
-// KDA's verify for its outputs alone (delta_verify.cuh has the equations), of states in bf16: products in bf16, K^ and Q^ in two
-// terms each.
+// Verify for its outputs alone (delta_verify.cuh has the equations) of states in bf16: products in bf16, KDA's K^ and Q^ and f16
+// inputs in two terms each.
 //
 // Grid: one CTA per (sequence, value head, 64 or 128 columns of V), a warp for 16 columns. The state goes to shared memory by
 // copies that nobody's registers wait for and is the left operand of wgmma as it lies: Z^T = S^T X^T, with X = (k_i E_i, q_i E_i)
@@ -15,58 +15,80 @@
 #pragma once
 #include "common/device_guard.h"
 #include "common/swizzle.cuh"
+#include "common/tensor_map.h"
+#include "ptx/mbarrier.cuh"
 #include "verify_tokens.cuh"
 
 namespace linattn::cuda::delta_verify {
 
-template <bool kVFirstOrder, int kMostTokens, int kColumns, int kCtas>
+template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kTermsOfX, int kColumns, int kTilesOfWarp, int kCtas>
 struct Bf16Config {
-    static constexpr int D = 128, R = kMostTokens, kWidth = kColumns, kResident = kCtas;
-    static constexpr bool kVFirst = kVFirstOrder, kWhole = kWidth == D, kTwoTerms = true;
+    static constexpr int D = 128, R = kMostTokens, kTerms = kTermsOfX, kWidth = kColumns, kResident = kCtas;
+    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kBf16Products = true;
+    static constexpr bool kTma = kWidth == D;  // many states
     using State = __nv_bfloat16;
-    static constexpr int kWarps = kWidth / 16, kThreads = 32 * kWarps, kSlices = D / kWidth;
+    static constexpr int kTiles = kTilesOfWarp;  // of 16 columns of V, of a warp
+    static constexpr int kWarps = kWidth / 16 / kTiles, kThreads = 32 * kWarps, kSlices = D / kWidth;
     static constexpr int kUnits = D / 16 / kWarps;  // of 16 channels, of a warp
     static constexpr int kGroup = R / 4;            // tokens of a lane
-    using X = SmemTile<2 * R, D, ptx::Swizzle::B128>;
+    using X = SmemTile<2 * R * kTerms, D, ptx::Swizzle::B128>;  // of each term: rows of k, rows of q
     using Y = SmemTile<R, D, ptx::Swizzle::B128>;
+    using V = SmemTile<R, kWidth, ptx::Swizzle::B128>;
     using S = SmemTile<kVFirst ? 64 : D, kVFirst ? D : 64, ptx::Swizzle::B128>;  // of a warpgroup
+    static constexpr int kLow = 2 * R * 128;  // bytes from a number's high term to its low one
 };
 
 template <class C>
 struct Bf16Smem {
     alignas(1024) char S[C::kWidth / 64][C::S::kBytes];
-    char x[2][C::X::kBytes];                             // terms; rows of k, rows of q. As copied: k and q; g
-    char y[2][C::Y::kBytes];                             // terms of k_j / E_j
-    alignas(16) uint16_t v[C::kWarps][2][C::R][8];       // a warp's columns; then o
-    alignas(16) uint16_t p[2][C::R / 8][C::R][8];        // terms of P, [j / 8][i][j % 8]
+    char x[C::X::kBytes];                          // as copied: q and k in the high term, g in the low one
+    char y[C::kKda ? 2 * C::Y::kBytes : 0];        // terms of k_j / E_j; GDN has k itself
+    char v[C::V::kBytes];                          // then o
+    alignas(16) uint16_t p[2][C::R / 8][C::R][8];  // terms of P, [j / 8][i][j % 8]
     alignas(16) float A[C::R][C::R + 4], Q[C::R][C::R + 4];
-    float square[8][2 * C::R];                           // of 16 channels of the rows of k and q
-    float4 factor[C::R];                                 // of v and k S in u; of q S in o
+    float square[8][2 * C::R];                     // of 16 channels of the rows of k and q
+    float4 factor[C::R];                           // of v and k S in u; of q S in o
+    uint64_t arrived[2];                           // many states: tokens, state
+};
+
+// Boxes of 64 numbers (f32 gates: 32) of all tokens of a head, of the state's rows in a panel.
+struct Maps {
+    CUtensorMap q, k, v, g, state;
 };
 
 __device__ __forceinline__ uint32_t lane_of() { return threadIdx.x % 32; }
 
-// A warp's channels of k, q and g, and its columns of v.
+// f32 gates lie in boxes of 32 channels: in the low term of k, then of q, of one panel. Where a unit of 16 begins.
+template <class C>
+__device__ __forceinline__ uint32_t f32_gate_offset(int unit, int token, int chunk) {
+    return C::X::offset(2 * C::R + unit / 2 % 2 * C::R + token, 64 * (unit / 4) + 32 * (unit % 2) + 8 * chunk);
+}
+
+// Few states: by each warp its channels of k, q and g, and its columns of v.
 template <class C>
 __device__ __forceinline__ void copy_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, uint32_t n, uint32_t head,
                                            uint32_t v_cta) {
     uint32_t key = head * p.key_of >> 16, lane = lane_of(), warp = threadIdx.x / 32, part = lane % 2;
-    uint32_t x = ptx::shared_address(smem.x[0]);
-    bool f32 = c.g.dtype == DType::F32;
+    uint32_t x = ptx::shared_address(smem.x);
+    bool f32 = C::kKda && c.g.dtype == DType::F32;
 #pragma unroll
     for (uint32_t first = 0; first < 2 * C::R; first += 16) {
-        uint32_t row = first + lane / 2, t = row % C::R;
+        uint32_t row = first + lane / 2, t = row % C::R, half = row / C::R;
         if (t >= p.tokens) continue;
-        const char *from = row < C::R ? p.k.at(n, t, key) : p.q.at(n, t, key);
-        const char *g = p.g.at(n, t, head) + (f32 ? 32 * (row / C::R) : 0);
+        const char *from = half == 0 ? p.k.at(n, t, key) : p.q.at(n, t, key);
 #pragma unroll
         for (int i = 0; i < C::kUnits; ++i) {
-            uint32_t unit = warp + i * C::kWarps, to = x + C::X::offset(row, 16 * unit + 8 * part);
-            ptx::cp_async_16(to, from + 32 * unit + 16 * part);
-            if (f32 || row < C::R) ptx::cp_async_16(to + C::X::kBytes, g + (f32 ? 64 : 32) * unit + 16 * part);
+            uint32_t unit = warp + i * C::kWarps;
+            ptx::cp_async_16(x + C::X::offset(row, 16 * unit + 8 * part), from + 32 * unit + 16 * part);
+            if (!C::kKda) continue;
+            const char *g = p.g.at(n, t, head);
+            if (f32)
+                ptx::cp_async_16(x + f32_gate_offset<C>(unit, t, 2 * half + part), g + 64 * unit + 32 * half + 16 * part);
+            else if (half == 0)
+                ptx::cp_async_16(x + C::X::offset(row, 16 * unit + 8 * part) + C::kLow, g + 32 * unit + 16 * part);
         }
-        if (row < C::R)
-            ptx::cp_async_16(ptx::shared_address(smem.v[warp][part][t]),
+        if (half == 0)
+            ptx::cp_async_16(ptx::shared_address(smem.v) + C::V::offset(t, 16 * warp + 8 * part),
                              p.v.at(n, t, head) + 2 * v_cta + 32 * warp + 16 * part);
     }
     ptx::cp_async_commit_group();
@@ -76,17 +98,43 @@ template <class C>
 __device__ __forceinline__ void copy_state(Bf16Smem<C> &smem, const char *state) {  // of the CTA's first column
     constexpr int kRowChunks = C::kVFirst ? C::D / 8 : C::kWidth / 8, kRows = C::kThreads / kRowChunks;
     uint32_t chunk = threadIdx.x % kRowChunks, row = threadIdx.x / kRowChunks;
-    uint32_t to = ptx::shared_address(smem.S) +
-                  (C::kVFirst ? C::S::offset(row, 8 * chunk) : chunk / 8 * C::S::kBytes + C::S::offset(row, 8 * chunk % 64));
+    uint32_t to = ptx::shared_address(smem.S) + C::S::offset(row, 8 * chunk);
     const char *from = state + 2 * C::D * row + 16 * chunk;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-#ifdef VER_HINT
-        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to + i * kRows / C::S::kRows * C::S::kBytes + i * kRows % C::S::kRows * 128), "l"(from + 2 * C::D * kRows * i));
-#else
-        ptx::cp_async_16(to + i * kRows / C::S::kRows * C::S::kBytes + i * kRows % C::S::kRows * 128, from + 2 * C::D * kRows * i);
-#endif
+    for (int i = 0; i < 8; ++i) ptx::cp_async_16(to + i * kRows * 128, from + 2 * C::D * kRows * i);
     ptx::cp_async_commit_group();
+}
+
+// Many states: by one thread, boxes that land where the few states' copies do; rows past the tokens are zero.
+template <class C>
+__device__ __forceinline__ void load_draft(const Params &p, const Choices &c, const Maps &maps, Bf16Smem<C> &smem, int n, int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[0]), x = ptx::shared_address(smem.x),
+                   v = ptx::shared_address(smem.v);
+    const bool f32 = C::kKda && c.g.dtype == DType::F32;
+    const int key = head * p.key_of >> 16;
+    ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 5 : 4 : 3));
+#pragma unroll
+    for (int panel = 0; panel < 2; ++panel) {
+        uint32_t to = x + panel * C::X::kPanelStrideBytes;
+        ptx::cp_async_bulk_tensor_4d_load(to, &maps.k, barrier, 64 * panel, key, 0, n);
+        ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.q, barrier, 64 * panel, key, 0, n);
+        if constexpr (C::kKda) {
+            ptx::cp_async_bulk_tensor_4d_load(to + C::kLow, &maps.g, barrier, 64 * panel, head, 0, n);
+            if (f32)
+                ptx::cp_async_bulk_tensor_4d_load(to + C::kLow + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
+        }
+        ptx::cp_async_bulk_tensor_4d_load(v + panel * C::V::kPanelStrideBytes, &maps.v, barrier, 64 * panel, head, 0, n);
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
+    ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
+#pragma unroll
+    for (int i = 0; i < (C::kVFirst ? 4 : 2); ++i)
+        ptx::cp_async_bulk_tensor_4d_load(to + i * C::S::kPanelStrideBytes, &maps.state, barrier, C::kVFirst ? 64 * (i % 2) : 64 * i,
+                                          head, C::kVFirst ? 64 * (i / 2) : 0, row);
 }
 
 // Of a lane's channels, as loaded.
@@ -99,12 +147,21 @@ struct PairGate {
     __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t head) {
         if (c.A_log) a_log = c.A_log.load(p.A_log.at(head));
         if (!c.dt_bias) return;
+        if constexpr (C::kKda) {
 #pragma unroll
-        for (int i = 0; i < C::kUnits; ++i)
+            for (int i = 0; i < C::kUnits; ++i)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) bias[i][e] = c.dt_bias.load(p.dt_bias.at(head), channel(i) + e);
+                for (int e = 0; e < 2; ++e) bias[i][e] = c.dt_bias.load(p.dt_bias.at(head), channel(i) + e);
+        } else {
+            bias[0][0] = c.dt_bias.load(p.dt_bias.at(head));
+        }
     }
 };
+
+__device__ __forceinline__ float value_of(const Known &of, uint32_t bits) {
+    float x = __uint_as_float(of.dtype == DType::F32 ? bits : bits << 16);
+    return of.dtype == DType::F16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : x;
+}
 
 // Two numbers to two terms of bf16.
 struct Terms {
@@ -123,7 +180,7 @@ __device__ __forceinline__ void square_rows(Bf16Smem<C> &smem, int unit) {
     for (int first = 0; first < 2 * C::R; first += 16) {
         uint32_t a[4];
         float low[4] = {}, high[4] = {};
-        ptx::ldmatrix_x4(a, ptx::shared_address(smem.x[0]) + C::X::block16_offset(first, 16 * unit, lane_of()));
+        ptx::ldmatrix_x4(a, ptx::shared_address(smem.x) + C::X::block16_offset(first, 16 * unit, lane_of()));
         ptx::mma_m16n8k16<T>(low, a, a[0], a[2]);
         ptx::mma_m16n8k16<T>(high, a, a[1], a[3]);
         if (c == g / 2) {
@@ -137,28 +194,29 @@ template <class C, bool kBf16, bool kF32Gate>
 __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c, Bf16Smem<C> &smem, const PairGate<C> &gate) {
     using T = std::conditional_t<kBf16, __nv_bfloat16, __half>;
     const int pair = lane_of() % 8, group = lane_of() / 8, first = group * C::kGroup;
-    char *x = smem.x[0], *y = smem.y[0];
-    float slope = -kLog2e * gate_amplitude(c, gate.a_log), bound = kLog2e * p.lower_bound;
+    char *x = smem.x, *y = smem.y;
+    float slope = -kLog2e, bound = kLog2e * p.lower_bound;
+    if (c.A_log) slope *= fminf(ptx::ex2_approx_ftz(kLog2e * value_of(c.A_log, gate.a_log)), 1e30f);
+    float G[C::kUnits][C::kGroup][2];
 #pragma unroll
     for (int i = 0; i < C::kUnits; ++i) {
         int channel = gate.channel(i), unit = channel / 16;
-        float G[C::kGroup][2], total[2] = {0.0f, 0.0f}, offset[2];
+        float total[2] = {0.0f, 0.0f}, offset[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) offset[e] = slope * (c.dt_bias ? float_of(c.dt_bias, gate.bias[i][e]) : 0.0f);
+        for (int e = 0; e < 2; ++e) offset[e] = c.dt_bias ? slope * value_of(c.dt_bias, gate.bias[i][e]) : 0.0f;
 #pragma unroll
         for (int t = 0; t < C::kGroup; ++t) {
             float z[2];
             if constexpr (kF32Gate) {
-                float2 two = *reinterpret_cast<const float2 *>(
-                    x + C::X::kBytes + C::X::offset(pair / 4 * C::R + first + t, 16 * unit + pair / 2 % 2 * 8) + pair % 2 * 8);
+                float2 two = *reinterpret_cast<const float2 *>(x + f32_gate_offset<C>(unit, first + t, pair / 2) + pair % 2 * 8);
                 z[0] = two.x, z[1] = two.y;
             } else {
-                uint32_t two = *reinterpret_cast<const uint32_t *>(x + C::X::kBytes + C::X::offset(first + t, channel));
+                uint32_t two = *reinterpret_cast<const uint32_t *>(x + C::kLow + C::X::offset(first + t, channel));
                 z[0] = wide<kBf16>(two & 0xffffu), z[1] = wide<kBf16>(two >> 16);
             }
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                G[t][e] = total[e] =
+                G[i][t][e] = total[e] =
                     fmaf(bound, ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(fmaf(slope, z[e], offset[e]))), total[e]);
         }
 #pragma unroll
@@ -170,34 +228,59 @@ __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c,
             below = __shfl_up_sync(0xffffffffu, total[e], 8);
             below = (group ? below : 0.0f) - middle(p);
 #pragma unroll
-            for (int t = 0; t < C::kGroup; ++t) G[t][e] += below;
+            for (int t = 0; t < C::kGroup; ++t) G[i][t][e] += below;
             if constexpr (C::kGroup == 4)  // an order of tokens without bank conflicts
                 if (group & 2) {
-                    float other = G[0][e];
-                    G[0][e] = G[2][e], G[2][e] = other, other = G[1][e];
-                    G[1][e] = G[3][e], G[3][e] = other;
+                    float other = G[i][0][e];
+                    G[i][0][e] = G[i][2][e], G[i][2][e] = other, other = G[i][1][e];
+                    G[i][1][e] = G[i][3][e], G[i][3][e] = other;
                 }
         }
         square_rows<C, T>(smem, unit);
+    }
+    if constexpr (kF32Gate)
+        __syncthreads();  // other warps' gates lie where terms go
+    else
         __syncwarp();
 #pragma unroll
+    for (int i = 0; i < C::kUnits; ++i)
+#pragma unroll
         for (int t = 0; t < C::kGroup; ++t) {
-            int row = first + (C::kGroup == 4 ? t ^ (group & 2) : t);
-            uint32_t at = C::X::offset(row, channel), of_q = C::X::offset(C::R + row, channel),
-                     of_y = C::Y::offset(row, channel);
-            uint32_t k = *reinterpret_cast<const uint32_t *>(x + at), q = *reinterpret_cast<const uint32_t *>(x + of_q);
+            int row = first + (C::kGroup == 4 ? t ^ (group & 2) : t), channel = gate.channel(i);
+            char *of_k = x + C::X::offset(row, channel), *of_q = of_k + C::R * 128;
+            uint32_t k = *reinterpret_cast<const uint32_t *>(of_k), q = *reinterpret_cast<const uint32_t *>(of_q);
             float E[2], inverse[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) E[e] = ptx::ex2_approx_ftz(G[t][e]), inverse[e] = ptx::ex2_approx_ftz(-G[t][e]);
+            for (int e = 0; e < 2; ++e) E[e] = ptx::ex2_approx_ftz(G[i][t][e]), inverse[e] = ptx::ex2_approx_ftz(-G[i][t][e]);
             float k0 = wide<kBf16>(k & 0xffffu), k1 = wide<kBf16>(k >> 16);
             auto store = [&](char *to, uint32_t low, float a, float b) {
                 Terms terms(a, b);
                 *reinterpret_cast<uint32_t *>(to) = terms.high;
                 *reinterpret_cast<uint32_t *>(to + low) = terms.low;
             };
-            store(x + at, C::X::kBytes, k0 * E[0], k1 * E[1]);
-            store(x + of_q, C::X::kBytes, wide<kBf16>(q & 0xffffu) * E[0], wide<kBf16>(q >> 16) * E[1]);
-            store(y + of_y, C::Y::kBytes, k0 * inverse[0], k1 * inverse[1]);
+            store(of_k, C::kLow, k0 * E[0], k1 * E[1]);
+            store(of_q, C::kLow, wide<kBf16>(q & 0xffffu) * E[0], wide<kBf16>(q >> 16) * E[1]);
+            store(y + C::Y::offset(row, channel), C::Y::kBytes, k0 * inverse[0], k1 * inverse[1]);
+        }
+}
+
+// GDN: q and k as they are; f16 to two terms.
+template <class C>
+__device__ __forceinline__ void prepare_plain(Bf16Smem<C> &smem) {
+#pragma unroll
+    for (int i = 0; i < C::kUnits; ++i) {
+        int unit = threadIdx.x / 32 + i * C::kWarps;
+        if constexpr (C::kTerms == 1) {
+            square_rows<C, __nv_bfloat16>(smem, unit);
+        } else {
+            square_rows<C, __half>(smem, unit);
+            __syncwarp();
+#pragma unroll
+            for (int row = lane_of() / 8; row < 2 * C::R; row += 4) {
+                auto *at = reinterpret_cast<uint32_t *>(smem.x + C::X::offset(row, 16 * unit + 2 * (lane_of() % 8)));
+                Terms terms(wide<false>(*at & 0xffffu), wide<false>(*at >> 16));
+                at[0] = terms.high, at[C::kLow / 4] = terms.low;
+            }
         }
     }
 }
@@ -205,7 +288,9 @@ __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c,
 template <class C>
 __device__ __forceinline__ void prepare_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, const PairGate<C> &gate) {
     bool bf16 = c.q.dtype == DType::BF16;
-    if (c.g.dtype == DType::F32)
+    if constexpr (!C::kKda)
+        prepare_plain(smem);
+    else if (c.g.dtype == DType::F32)
         bf16 ? prepare_pairs<C, true, true>(p, c, smem, gate) : prepare_pairs<C, false, true>(p, c, smem, gate);
     else
         bf16 ? prepare_pairs<C, true, false>(p, c, smem, gate) : prepare_pairs<C, false, false>(p, c, smem, gate);
@@ -223,46 +308,53 @@ __device__ __forceinline__ float norm_of_lane(const Choices &c, const Bf16Smem<C
 
 // A and Q: with 16 tokens a warp each, else both by one.
 template <class C>
-__device__ __forceinline__ void multiply_draft(const Params &p, Bf16Smem<C> &smem, int tile, float norm, float beta) {
+__device__ __forceinline__ void multiply_draft(const Params &p, Bf16Smem<C> &smem, int tile, float norm, float beta, float G) {
+    using Y = std::conditional_t<C::kKda, typename C::Y, typename C::X>;
+    constexpr int kLowY = C::kKda ? C::Y::kBytes : C::kLow;
+    constexpr int kSums = C::kTerms == 1 ? 2 : 3;
     const int lane = lane_of(), g = lane / 4, c = lane % 4;
-    uint32_t x = ptx::shared_address(smem.x[0]) + C::X::block16_offset(16 * tile, 0, lane),
-             y = ptx::shared_address(smem.y[0]) + (C::R == 16 ? C::Y::block16_offset(0, 0, lane)
-                                                              : lane / 16 * C::Y::kBytes + C::Y::offset(lane % 8, lane / 8 % 2 * 8));
-    float sum[C::R / 8][3][4] = {};
+    uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(16 * tile, 0, lane),
+             y = ptx::shared_address(C::kKda ? smem.y : smem.x) +
+                 (C::R == 16 ? Y::block16_offset(0, 0, lane)
+                             : (C::kTerms == 2 ? lane / 16 * kLowY : 0) + Y::offset(lane % 8, lane / 8 % 2 * 8));
+    float sum[C::R / 8][kSums][4] = {};
 #pragma unroll
     for (int s = 0; s < C::D / 16; ++s) {
         // the k-step as an exclusive or: the swizzle of a lane's row is in its address
         uint32_t step = s % 4 * 32, panel = s / 4, xh[4], xl[4], yh[4], yl[4];
-        ptx::ldmatrix_x4(xh, (x ^ step) + panel * C::X::kPanelStrideBytes);
-        ptx::ldmatrix_x4(xl, (x ^ step) + panel * C::X::kPanelStrideBytes + C::X::kBytes);
-        ptx::ldmatrix_x4(yh, (y ^ step) + panel * C::Y::kPanelStrideBytes);
-        if constexpr (C::R == 16) {
-            ptx::ldmatrix_x4(yl, (y ^ step) + panel * C::Y::kPanelStrideBytes + C::Y::kBytes);
-        } else {
-            yl[0] = yh[2], yl[2] = yh[3], yh[2] = yh[1];
-        }
+        uint32_t of_x = (x ^ step) + panel * C::X::kPanelStrideBytes, of_y = (y ^ step) + panel * Y::kPanelStrideBytes;
+        ptx::ldmatrix_x4(xh, of_x);
+        ptx::ldmatrix_x4(yh, of_y);
+        if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, of_x + C::kLow);
+        if constexpr (C::R == 16 && C::kTerms == 2) ptx::ldmatrix_x4(yl, of_y + kLowY);
+        if constexpr (C::R == 8) yl[0] = yh[2], yl[2] = yh[3], yh[2] = yh[1];
 #pragma unroll
         for (int j = 0; j < C::R / 8; ++j) {
-            ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][0], xh, yh[j], yh[j + 2]);
-            ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][1], xl, yh[j], yh[j + 2]);
-            ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][2], xh, yl[j], yl[j + 2]);
+            if constexpr (C::kTerms == 1) {
+                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][s % 2], xh, yh[j], yh[j + 2]);
+            } else {
+                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][0], xh, yh[j], yh[j + 2]);
+                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][1], xl, yh[j], yh[j + 2]);
+                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][2], xh, yl[j], yl[j + 2]);
+            }
         }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int of_q = C::R == 16 ? tile : half, i = C::R == 16 ? g + 8 * half : g;
         float of_row = __shfl_sync(0xffffffffu, norm, of_q * C::R + i), of_beta = __shfl_sync(0xffffffffu, beta, i);
+        float G_row = C::kKda ? 0.0f : __shfl_sync(0xffffffffu, G, i);
         of_row *= of_q ? p.scale : of_beta;
 #pragma unroll
         for (int j = 0; j < C::R / 8; ++j)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 int column = 8 * j + 2 * c + e, at = 2 * half + e;
-                float factor = of_row * __shfl_sync(0xffffffffu, norm, column);
+                float factor = of_row * __shfl_sync(0xffffffffu, norm, column), total = sum[j][0][at] + sum[j][1][at];
+                if constexpr (C::kTerms == 2) total += sum[j][2][at];
+                if constexpr (!C::kKda) factor *= ptx::ex2_approx_ftz(G_row - __shfl_sync(0xffffffffu, G, column));
                 (of_q ? smem.Q : smem.A)[i][column] =
-                    column < i + of_q && i < static_cast<int>(p.tokens)
-                        ? factor * (sum[j][0][at] + (sum[j][1][at] + sum[j][2][at]))
-                        : 0.0f;
+                    column < i + of_q && i < static_cast<int>(p.tokens) ? factor * total : 0.0f;
             }
     }
 }
@@ -297,14 +389,16 @@ __device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
     }
 }
 
-// W and o of the warp's columns from Z, and o to memory.
+// W and o of 16 columns of the warp from Z, and o to memory.
 template <class C>
-__device__ __forceinline__ void finish_columns(const Params &p, const Choices &c, Bf16Smem<C> &smem, const float (&z)[C::R],
-                                               char *o) {
+__device__ __forceinline__ void finish_columns(const Params &p, const Choices &c, Bf16Smem<C> &smem, const float (&z)[C::R * C::kTerms],
+                                               int columns, char *o) {
     constexpr int kBlocks = C::R / 8;
-    const int lane = lane_of(), q = lane % 4, matrix = lane / 8, warp = threadIdx.x / 32, tokens = static_cast<int>(p.tokens);
+    const int lane = lane_of(), q = lane % 4, matrix = lane / 8, tokens = static_cast<int>(p.tokens);
     const bool bf16 = c.q.dtype == DType::BF16;
-    uint32_t mine = ptx::shared_address(smem.v[warp][matrix % 2][kBlocks == 2 ? matrix / 2 * 8 + lane % 8 : lane % 8]);
+    uint32_t mine = ptx::shared_address(smem.v) +
+                    C::V::offset(kBlocks == 2 ? matrix / 2 * 8 + lane % 8 : lane % 8, columns + 8 * (matrix % 2));
+    auto sum_of_terms = [&](int i) { return C::kTerms == 2 ? z[i] + z[C::R + i] : z[i]; };
     uint32_t v[2 * kBlocks], high[2 * kBlocks], low[2 * kBlocks];
     if constexpr (kBlocks == 2)
         ptx::ldmatrix_x4_trans(v, mine);
@@ -318,10 +412,10 @@ __device__ __forceinline__ void finish_columns(const Params &p, const Choices &c
             int t = 8 * block + 2 * q + e % 2;
             float4 factor = smem.factor[t];
             uint16_t bits = static_cast<uint16_t>(v[2 * block + e / 2] >> 16 * (e % 2));
-            float x = factor.x * (bf16 ? wide<true>(bits) : wide<false>(bits)) - factor.y * z[4 * block + e];
+            float x = factor.x * (bf16 ? wide<true>(bits) : wide<false>(bits)) - factor.y * sum_of_terms(4 * block + e);
             w[block][e] = t < tokens ? x : 0.0f;
             probe = fmaf(w[block][e], 0.0f, probe);
-            out[block][e] = factor.z * z[4 * (kBlocks + block) + e];
+            out[block][e] = factor.z * sum_of_terms(4 * (kBlocks + block) + e);
         }
     // A sum over all tokens: what is no number must not reach the tokens before its own.
     int first[2] = {C::R, C::R};
@@ -380,84 +474,141 @@ __device__ __forceinline__ void finish_columns(const Params &p, const Choices &c
         ptx::stmatrix_x2_trans(mine, v);
     __syncwarp();
     if (int t = lane / 2; t < tokens)
-        *reinterpret_cast<uint4 *>(o + uint64_t{p.o.token} * t + 32 * warp + 16 * (lane % 2)) =
-            *reinterpret_cast<const uint4 *>(smem.v[warp][lane % 2][t]);
+        *reinterpret_cast<uint4 *>(o + uint64_t{p.o.token} * t + 2 * columns + 16 * (lane % 2)) =
+            *reinterpret_cast<const uint4 *>(smem.v + C::V::offset(t, columns + 8 * (lane % 2)));
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_bf16_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) char smem_bytes[];
-    Bf16Smem<C> &smem = *reinterpret_cast<Bf16Smem<C> *>(smem_bytes);
+__device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, Bf16Smem<C> &smem) {
     const uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
+    constexpr uint32_t kGrams = C::R / 8;
     const uint32_t role = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
     Choices c(p.options, p.lower_bound);
-    auto read_row = [&](uint32_t of) {
-        return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, of) : Row(of);
-    };
-    Row row = read_row(n);
-    copy_draft(p, c, smem, n, head, v_cta);
+    const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
+    if constexpr (C::kTma) {
+        if (threadIdx.x == 0) {
+            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[0]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[1]), 1);
+            ptx::fence_mbarrier_init();
+            load_draft(p, c, *maps, smem, n, head);
+            if (row.within(p.rows)) load_state(*maps, smem, row.low, head);
+        }
+        __syncwarp();
+    } else {
+        copy_draft(p, c, smem, n, head, v_cta);
+    }
     PairGate<C> gate;
-    gate.fetch(p, c, head);
-    uint32_t beta_bits = 0;
-    if (lane_of() % C::R < p.tokens) beta_bits = c.beta.load(p.beta.at(n, lane_of() % C::R, head));
+    const bool token = lane_of() < p.tokens;
+    uint32_t beta_bits = 0, g_bits = 0;
+    if (C::kKda || role <= kGrams) gate.fetch(p, c, head);
+    if (role <= kGrams && token) {
+        beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
+        if constexpr (!C::kKda) g_bits = c.g.load(p.g.at(n, lane_of(), head));
+    }
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
+    if constexpr (C::kTma) {
+        __syncthreads();
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[0]), 0);
+    }
     if (!row.within(p.rows)) {
 #pragma unroll 1
         for (uint32_t t = 0; t < p.tokens; ++t)
             if (threadIdx.x < C::kWidth) reinterpret_cast<uint16_t *>(o + uint64_t{p.o.token} * t)[threadIdx.x] = 0;
-        ptx::cp_async_wait_group<0>();
+        if constexpr (!C::kTma) ptx::cp_async_wait_group<0>();
         return;
     }
-    char *of_head = p.state + uint64_t{head} * p.state_head;
-    copy_state(smem, of_head + uint64_t{row.low} * p.state_row + v_cta * (C::kVFirst ? 2 * C::D : 2));
-    if (p.ahead && threadIdx.x == C::kThreads - 1 && n + p.ahead < gridDim.y)
-        if (Row next = read_row(n + p.ahead); next.within(p.rows))
-            ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row, C::D * C::D * 2);
-    ptx::cp_async_wait_group<1>();
-    __syncwarp();
+    if constexpr (!C::kTma) {
+        copy_state(smem, p.state + uint64_t{head} * p.state_head + uint64_t{row.low} * p.state_row +
+                             v_cta * (C::kVFirst ? 2 * C::D : 2));
+        ptx::cp_async_wait_group<1>();
+        if (C::kKda && c.g.dtype == DType::F32)
+            __syncthreads();
+        else
+            __syncwarp();
+    }
     prepare_draft(p, c, smem, gate);
-    ptx::cp_async_wait_group<0>();
+    if constexpr (C::kTma)
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
+    else
+        ptx::cp_async_wait_group<0>();
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
-    float z[C::R];
-    {
-        uint32_t state = ptx::shared_address(smem.S[threadIdx.x / 128]), x = ptx::shared_address(smem.x[0]);
-        ptx::wgmma_fence();
+    const int wide_tile = threadIdx.x / 128 * C::kTiles;  // of 64 columns, the first of the warpgroup
+    float z[C::kTiles][C::R * C::kTerms];
+    ptx::wgmma_fence();
 #pragma unroll
-        for (int term = 0; term < 2; ++term)
+    for (int m = 0; m < C::kTiles; ++m) {
+        uint32_t state = ptx::shared_address(smem.S[wide_tile + m]), x = ptx::shared_address(smem.x);
 #pragma unroll
-            for (int s = 0; s < C::D / 16; ++s) {
-                uint64_t left = C::kVFirst ? ptx::wgmma_descriptor(C::S::k_major_low(state, 0, 16 * s), C::S::k_major_high())
-                                           : ptx::wgmma_descriptor(C::S::mn_major_low(state, 16 * s, 0), C::S::mn_major_high());
-                uint64_t right =
-                    ptx::wgmma_descriptor(C::X::k_major_low(x + term * C::X::kBytes, 0, 16 * s), C::X::k_major_high());
-                constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
-                if (term == 0 && s == 0)
-                    ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z, left, right);
-                else
-                    ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z, left, right, true);
-            }
-        ptx::wgmma_commit_group();
+        for (int s = 0; s < C::D / 16; ++s) {
+            uint64_t left = C::kVFirst ? ptx::wgmma_descriptor(C::S::k_major_low(state, 0, 16 * s), C::S::k_major_high())
+                                       : ptx::wgmma_descriptor(C::S::mn_major_low(state, 16 * s, 0), C::S::mn_major_high());
+            uint64_t right = ptx::wgmma_descriptor(C::X::k_major_low(x, 0, 16 * s), C::X::k_major_high());
+            constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
+            if (s == 0)
+                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right);
+            else
+                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right, true);
+        }
     }
-    constexpr uint32_t kTiles = C::R / 8;
-    if (role <= kTiles) {
-        float norm = norm_of_lane(c, smem), beta = lane_of() % C::R < p.tokens ? beta_value(c, beta_bits) : 0.0f;
-        if (role < kTiles) {
-            multiply_draft(p, smem, role, norm, beta);
-            if constexpr (kTiles == 2)
+    ptx::wgmma_commit_group();
+    if (role <= kGrams) {
+        float norm = norm_of_lane(c, smem), beta = token ? beta_value(c, beta_bits) : 0.0f, G = middle(p);
+        if constexpr (!C::kKda) G = decays_so_far<C::R>(c, token, g_bits, gate.bias[0][0], gate.a_log);
+        if (role < kGrams) {
+            multiply_draft(p, smem, role, norm, beta, G);
+            if constexpr (kGrams == 2)
                 ptx::bar_sync(1, 64);
             else
                 __syncwarp();
             if (role == 0) solve_draft(smem);
         } else {
-            float of_q = __shfl_sync(0xffffffffu, norm, (lane_of() + C::R) % 32), decay = ptx::ex2_approx_ftz(middle(p));
+            float of_q = __shfl_sync(0xffffffffu, norm, (lane_of() + C::R) % 32), decay = ptx::ex2_approx_ftz(G);
             if (lane_of() < C::R) smem.factor[lane_of()] = make_float4(beta, beta * norm * decay, p.scale * of_q * decay, 0.0f);
         }
     }
     ptx::wgmma_wait_group<0>();
-    ptx::register_fence(z);
+#pragma unroll
+    for (int m = 0; m < C::kTiles; ++m) ptx::register_fence(z[m]);
     __syncthreads();
-    finish_columns(p, c, smem, z, o);
+#pragma unroll
+    for (int m = 0; m < C::kTiles; ++m)
+        finish_columns(p, c, smem, z[m], 64 * (wide_tile + m) + 16 * (threadIdx.x / 32 % 4), o);
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_few_kernel(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    verify_draft<C>(p, nullptr, *reinterpret_cast<Bf16Smem<C> *>(smem_bytes));
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kResident)
+    delta_verify_many_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    verify_draft<C>(p, &maps, *reinterpret_cast<Bf16Smem<C> *>(smem_bytes));
+}
+
+// Whether TMA can address all that the form for many states loads by it.
+inline bool boxes_fit(const DeltaParams &p) {
+    auto fits = [&](const Tensor &t, int64_t heads) { return tma_fits(t, p.N, p.T, heads); };
+    const int64_t *stride = p.state_in.stride;
+    bool state = reinterpret_cast<uintptr_t>(p.state_in.data) % 16 == 0 && stride[0] % 8 == 0 && stride[1] % 8 == 0 &&
+                 (stride[0] > 0 || p.P <= 1) && (stride[1] > 0 || p.HV == 1) && p.P >= 1;
+    return state && fits(p.q, p.H) && fits(p.k, p.H) && fits(p.v, p.HV) && (p.family == Family::Gdn || fits(p.g, p.HV));
+}
+
+template <class C>
+Maps maps_of(const DeltaParams &p) {
+    auto map = [&](const char *name, const Tensor &t, int64_t heads) {
+        return make_tile_map(name, t, p.N, p.T, heads, C::D, C::R, 128 / dtype_bytes(t.dtype));
+    };
+    Maps maps = {map("q", p.q, p.H), map("k", p.k, p.H), map("v", p.v, p.HV), {}, {}};
+    if (C::kKda) maps.g = map("g", p.g, p.HV);
+    maps.state = make_tensor_map("state", p.state_in.data, p.state_in.dtype,
+                                 {{C::D, 1, 64}, {p.HV, p.state_in.stride[1], 1}, {C::D, C::D, C::S::kRows}, {p.P, p.state_in.stride[0], 1}},
+                                 128);
+    return maps;
 }
 
 }  // namespace linattn::cuda::delta_verify
