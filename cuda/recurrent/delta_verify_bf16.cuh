@@ -64,7 +64,7 @@ __device__ __forceinline__ uint32_t f32_gate_offset(int unit, int token, int chu
     return C::X::offset(2 * C::R + unit / 2 % 2 * C::R + token, 64 * (unit / 4) + 32 * (unit % 2) + 8 * chunk);
 }
 
-// Few states: by each warp its channels of k, q and g, and its columns of v.
+// Few states: by each warp its channels of k, q and g, and its columns of v. Rows past the tokens are zero.
 template <class C>
 __device__ __forceinline__ void copy_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, uint32_t n, uint32_t head,
                                            uint32_t v_cta) {
@@ -73,23 +73,24 @@ __device__ __forceinline__ void copy_draft(const Params &p, const Choices &c, Bf
     bool f32 = C::kKda && c.g.dtype == DType::F32;
 #pragma unroll
     for (uint32_t first = 0; first < 2 * C::R; first += 16) {
-        uint32_t row = first + lane / 2, t = row % C::R, half = row / C::R;
-        if (t >= p.tokens) continue;
+        uint32_t row = first + lane / 2, half = row / C::R, to_t = row % C::R, bytes = to_t < p.tokens ? 16 : 0;
+        uint32_t t = bytes ? to_t : 0;
         const char *from = half == 0 ? p.k.at(n, t, key) : p.q.at(n, t, key);
 #pragma unroll
         for (int i = 0; i < C::kUnits; ++i) {
             uint32_t unit = warp + i * C::kWarps;
-            ptx::cp_async_16(x + C::X::offset(row, 16 * unit + 8 * part), from + 32 * unit + 16 * part);
+            ptx::cp_async_16_zfill(x + C::X::offset(row, 16 * unit + 8 * part), from + 32 * unit + 16 * part, bytes);
             if (!C::kKda) continue;
             const char *g = p.g.at(n, t, head);
             if (f32)
-                ptx::cp_async_16(x + f32_gate_offset<C>(unit, t, 2 * half + part), g + 64 * unit + 32 * half + 16 * part);
+                ptx::cp_async_16_zfill(x + f32_gate_offset<C>(unit, to_t, 2 * half + part),
+                                       g + 64 * unit + 32 * half + 16 * part, bytes);
             else if (half == 0)
-                ptx::cp_async_16(x + C::X::offset(row, 16 * unit + 8 * part) + C::kLow, g + 32 * unit + 16 * part);
+                ptx::cp_async_16_zfill(x + C::X::offset(row, 16 * unit + 8 * part) + C::kLow, g + 32 * unit + 16 * part, bytes);
         }
         if (half == 0)
-            ptx::cp_async_16(ptx::shared_address(smem.v) + C::V::offset(t, 16 * warp + 8 * part),
-                             p.v.at(n, t, head) + 2 * v_cta + 32 * warp + 16 * part);
+            ptx::cp_async_16_zfill(ptx::shared_address(smem.v) + C::V::offset(to_t, 16 * warp + 8 * part),
+                                   p.v.at(n, t, head) + 2 * v_cta + 32 * warp + 16 * part, bytes);
     }
     ptx::cp_async_commit_group();
 }
@@ -176,11 +177,12 @@ struct Terms {
 template <class C, class T>
 __device__ __forceinline__ void square_rows(Bf16Smem<C> &smem, int unit) {
     int g = lane_of() / 4, c = lane_of() % 4;
+    uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(0, 16 * unit, lane_of());
 #pragma unroll
     for (int first = 0; first < 2 * C::R; first += 16) {
         uint32_t a[4];
         float low[4] = {}, high[4] = {};
-        ptx::ldmatrix_x4(a, ptx::shared_address(smem.x) + C::X::block16_offset(first, 16 * unit, lane_of()));
+        ptx::ldmatrix_x4(a, x + 128 * first);
         ptx::mma_m16n8k16<T>(low, a, a[0], a[2]);
         ptx::mma_m16n8k16<T>(high, a, a[1], a[3]);
         if (c == g / 2) {
@@ -195,6 +197,8 @@ __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c,
     using T = std::conditional_t<kBf16, __nv_bfloat16, __half>;
     const int pair = lane_of() % 8, group = lane_of() / 8, first = group * C::kGroup;
     char *x = smem.x, *y = smem.y;
+    // Rows of a group begin at a multiple of kGroup: a row in it is an exclusive or of its place and of its swizzle at once.
+    constexpr uint32_t kNextRow = 128 | 16;
     float slope = -kLog2e, bound = kLog2e * p.lower_bound;
     if (c.A_log) slope *= fminf(ptx::ex2_approx_ftz(kLog2e * value_of(c.A_log, gate.a_log)), 1e30f);
     float G[C::kUnits][C::kGroup][2];
@@ -208,10 +212,10 @@ __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c,
         for (int t = 0; t < C::kGroup; ++t) {
             float z[2];
             if constexpr (kF32Gate) {
-                float2 two = *reinterpret_cast<const float2 *>(x + f32_gate_offset<C>(unit, first + t, pair / 2) + pair % 2 * 8);
+                float2 two = *reinterpret_cast<const float2 *>(x + (f32_gate_offset<C>(unit, first, pair / 2) + pair % 2 * 8 ^ t * kNextRow));
                 z[0] = two.x, z[1] = two.y;
             } else {
-                uint32_t two = *reinterpret_cast<const uint32_t *>(x + C::kLow + C::X::offset(first + t, channel));
+                uint32_t two = *reinterpret_cast<const uint32_t *>(x + (C::X::offset(first, channel) ^ t * kNextRow) + C::kLow);
                 z[0] = wide<kBf16>(two & 0xffffu), z[1] = wide<kBf16>(two >> 16);
             }
 #pragma unroll
@@ -246,8 +250,8 @@ __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c,
     for (int i = 0; i < C::kUnits; ++i)
 #pragma unroll
         for (int t = 0; t < C::kGroup; ++t) {
-            int row = first + (C::kGroup == 4 ? t ^ (group & 2) : t), channel = gate.channel(i);
-            char *of_k = x + C::X::offset(row, channel), *of_q = of_k + C::R * 128;
+            const int channel = gate.channel(i), start = C::kGroup == 4 ? first ^ (group & 2) : first;
+            char *of_k = x + (C::X::offset(start, channel) ^ t * kNextRow), *of_q = of_k + C::R * 128;
             uint32_t k = *reinterpret_cast<const uint32_t *>(of_k), q = *reinterpret_cast<const uint32_t *>(of_q);
             float E[2], inverse[2];
 #pragma unroll
@@ -258,9 +262,9 @@ __device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c,
                 *reinterpret_cast<uint32_t *>(to) = terms.high;
                 *reinterpret_cast<uint32_t *>(to + low) = terms.low;
             };
-            store(of_k, C::kLow, k0 * E[0], k1 * E[1]);
-            store(of_q, C::kLow, wide<kBf16>(q & 0xffffu) * E[0], wide<kBf16>(q >> 16) * E[1]);
-            store(y + C::Y::offset(row, channel), C::Y::kBytes, k0 * inverse[0], k1 * inverse[1]);
+            store(of_k, C::kLow, __fmul_rn(k0, E[0]), __fmul_rn(k1, E[1]));
+            store(of_q, C::kLow, __fmul_rn(wide<kBf16>(q & 0xffffu), E[0]), __fmul_rn(wide<kBf16>(q >> 16), E[1]));
+            store(y + (C::Y::offset(start, channel) ^ t * kNextRow), C::Y::kBytes, __fmul_rn(k0, inverse[0]), __fmul_rn(k1, inverse[1]));
         }
 }
 
@@ -353,13 +357,15 @@ __device__ __forceinline__ void multiply_draft(const Params &p, Bf16Smem<C> &sme
                 float factor = of_row * __shfl_sync(0xffffffffu, norm, column), total = sum[j][0][at] + sum[j][1][at];
                 if constexpr (C::kTerms == 2) total += sum[j][2][at];
                 if constexpr (!C::kKda) factor *= ptx::ex2_approx_ftz(G_row - __shfl_sync(0xffffffffu, G, column));
-                (of_q ? smem.Q : smem.A)[i][column] =
-                    column < i + of_q && i < static_cast<int>(p.tokens) ? factor * total : 0.0f;
+                factor = column < i + of_q ? factor * total : 0.0f;
+                // A token that is no number has W that is none: finish_columns() sees to it, here it would spoil earlier ones.
+                if (!of_q && !(factor * 0.0f == 0.0f)) factor = 0.0f;
+                (of_q ? smem.Q : smem.A)[i][column] = factor;
             }
     }
 }
 
-// P (I + A) = Q, a lane a row. A row's zeros above its diagonal meet nothing: what is no number stays with later tokens.
+// P (I + A) = Q, a lane a row.
 template <class C>
 __device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
     const int i = lane_of();
@@ -378,7 +384,7 @@ __device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
             const float a[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                if (j + e < l && i >= l) row[j + e] = fmaf(-row[l], a[e], row[j + e]);
+                if (j + e < l) row[j + e] = fmaf(-row[l], a[e], row[j + e]);
         }
     }
 #pragma unroll
@@ -412,8 +418,8 @@ __device__ __forceinline__ void finish_columns(const Params &p, const Choices &c
             int t = 8 * block + 2 * q + e % 2;
             float4 factor = smem.factor[t];
             uint16_t bits = static_cast<uint16_t>(v[2 * block + e / 2] >> 16 * (e % 2));
-            float x = factor.x * (bf16 ? wide<true>(bits) : wide<false>(bits)) - factor.y * sum_of_terms(4 * block + e);
-            w[block][e] = t < tokens ? x : 0.0f;
+            float x = fmaf(factor.x, bf16 ? wide<true>(bits) : wide<false>(bits), -__fmul_rn(factor.y, sum_of_terms(4 * block + e)));
+            w[block][e] = x;
             probe = fmaf(w[block][e], 0.0f, probe);
             out[block][e] = factor.z * sum_of_terms(4 * (kBlocks + block) + e);
         }

@@ -150,7 +150,7 @@ constexpr float kLog2RoundUp = 0.6931472f / 2048 * kLog2e;
 
 // c of KDA in log2 units.
 __device__ __forceinline__ float middle(const Params &p) {
-    return 0.5f * kLog2e * p.lower_bound * static_cast<float>(p.tokens);
+    return __fmul_rn(0.5f * kLog2e * p.lower_bound, static_cast<float>(p.tokens));  // not to be fused with what it is added to
 }
 
 template <bool kBf16>

@@ -18,6 +18,11 @@ inline void cp_async_16(uint32_t d, const void *s) {
     memset(at(d), 0xff, 16);
     groups().back().push_back([=] { memcpy(at(d), s, 16); });
 }
+inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t bytes) {
+    if (bytes) return cp_async_16(d, s);
+    if (d % 16) abort();
+    groups().back().push_back([=] { memset(at(d), 0, 16); });
+}
 inline void cp_async_commit_group() { groups().emplace_back(); }
 template <int n>
 void cp_async_wait_group() {
