@@ -266,7 +266,7 @@ void launch_bf16(const DeltaParams &p, int multiprocessors) {
     if (p.N * p.HV * 2 <= 2 * multiprocessors || !boxes_fit(p))  // few: two CTAs on an SM at most
         launch_form<Bf16Config<kKda, kVFirst, R, kTerms, 64, 1, 2>>(p, multiprocessors);
     else
-        launch_form<Bf16Config<kKda, kVFirst, R, kTerms, 128, VER_TILES, kCtas>>(p, multiprocessors);
+        launch_form<Bf16Config<kKda, kVFirst, R, kTerms, 128, R == 16 ? 2 : VER_TILES, kCtas>>(p, multiprocessors);
 }
 
 template <bool kKda, bool kVFirst, int R>

@@ -10,8 +10,8 @@
 // Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody: a lane
 // has two channels of R / 4 tokens, sums of the gates meet by shuffles. X takes the place of k, q and g as copied.
 //
-// Schedule:  copies of tokens and state . gates, norms, X, Y . barrier . X S begins; a warp or two: A, Q, P; one: factors .
-//            barrier . W, O
+// Schedule:  copies of tokens and state . gates, norms, X, Y, X Y^T over the warp's channels . barrier . X S begins; A, Q; a warp:
+//            factors . barrier . a warp: P; all: W . barrier . O
 #pragma once
 #include "common/device_guard.h"
 #include "common/swizzle.cuh"
@@ -36,6 +36,7 @@ struct Bf16Config {
     using V = SmemTile<R, kWidth, ptx::Swizzle::B128>;
     using S = SmemTile<kVFirst ? 64 : D, kVFirst ? D : 64, ptx::Swizzle::B128>;  // of a warpgroup
     static constexpr int kLow = 2 * R * 128;  // bytes from a number's high term to its low one
+    static_assert(R == 8 || kWarps == 4, "sums of products are of four warps' channels");
 };
 
 template <class C>
@@ -44,10 +45,14 @@ struct Bf16Smem {
     char x[C::X::kBytes];                          // as copied: q and k in the high term, g in the low one
     char y[C::kKda ? 2 * C::Y::kBytes : 0];        // terms of k_j / E_j; GDN has k itself
     char v[C::V::kBytes];                          // then o
-    alignas(16) uint16_t p[2][C::R / 8][C::R][8];  // terms of P, [j / 8][i][j % 8]
     alignas(16) float A[C::R][C::R + 4], Q[C::R][C::R + 4];
+    union {
+        alignas(16) float product[C::R == 16 ? 4 : 8][2 * C::R][C::R];  // of the channels of a warp (R = 8: 16 channels)
+        alignas(16) uint16_t p[2][C::R / 8][C::R][8];                   // then terms of P, [j / 8][i][j % 8]
+    };
     float square[8][2 * C::R];                     // of 16 channels of the rows of k and q
-    float4 factor[C::R];                           // of v and k S in u; of q S in o
+    float4 factor[C::R];                           // of v and k S in W; of q S and of Q in o
+    alignas(16) float c[C::R], G[C::kKda ? 4 : C::R];
     uint64_t arrived[2];                           // many states: tokens, state
 };
 
@@ -300,194 +305,239 @@ __device__ __forceinline__ void prepare_draft(const Params &p, const Choices &c,
         bf16 ? prepare_pairs<C, true, false>(p, c, smem, gate) : prepare_pairs<C, false, false>(p, c, smem, gate);
 }
 
-// 1 / norm of row lane % 2R of k and q.
+// The warp's part of the products of tokens: rows of k and q by rows of Y, over its channels.
 template <class C>
-__device__ __forceinline__ float norm_of_lane(const Choices &c, const Bf16Smem<C> &smem) {
-    if (!c.qk_l2norm) return 1.0f;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum += smem.square[i][lane_of() % (2 * C::R)];
-    return rsqrtf(sum + 1e-6f);
-}
-
-// A and Q: with 16 tokens a warp each, else both by one.
-template <class C>
-__device__ __forceinline__ void multiply_draft(const Params &p, Bf16Smem<C> &smem, int tile, float norm, float beta, float G) {
+__device__ __forceinline__ void multiply_draft(Bf16Smem<C> &smem) {
     using Y = std::conditional_t<C::kKda, typename C::Y, typename C::X>;
-    constexpr int kLowY = C::kKda ? C::Y::kBytes : C::kLow;
-    constexpr int kSums = C::kTerms == 1 ? 2 : 3;
-    const int lane = lane_of(), g = lane / 4, c = lane % 4;
-    uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(16 * tile, 0, lane),
-             y = ptx::shared_address(C::kKda ? smem.y : smem.x) +
-                 (C::R == 16 ? Y::block16_offset(0, 0, lane)
-                             : (C::kTerms == 2 ? lane / 16 * kLowY : 0) + Y::offset(lane % 8, lane / 8 % 2 * 8));
-    float sum[C::R / 8][kSums][4] = {};
+    constexpr int kLowY = C::kKda ? C::Y::kBytes : C::kLow, kBlocks = C::R / 8;
+    const int lane = lane_of(), g = lane / 4, c = lane % 4, warp = threadIdx.x / 32;
+    float sum[kBlocks][kBlocks][2][4];
 #pragma unroll
-    for (int s = 0; s < C::D / 16; ++s) {
-        // the k-step as an exclusive or: the swizzle of a lane's row is in its address
-        uint32_t step = s % 4 * 32, panel = s / 4, xh[4], xl[4], yh[4], yl[4];
-        uint32_t of_x = (x ^ step) + panel * C::X::kPanelStrideBytes, of_y = (y ^ step) + panel * Y::kPanelStrideBytes;
-        ptx::ldmatrix_x4(xh, of_x);
-        ptx::ldmatrix_x4(yh, of_y);
-        if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, of_x + C::kLow);
-        if constexpr (C::R == 16 && C::kTerms == 2) ptx::ldmatrix_x4(yl, of_y + kLowY);
-        if constexpr (C::R == 8) yl[0] = yh[2], yl[2] = yh[3], yh[2] = yh[1];
+    for (int unit = 0; unit < C::kUnits; ++unit) {
+        const int channel = 16 * (warp + unit * C::kWarps);
+        uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(0, channel, lane), yh[4], yl[4];
+        uint32_t y = ptx::shared_address(C::kKda ? smem.y : smem.x);
+        if constexpr (C::R == 16) {
+            y += Y::block16_offset(0, channel, lane);
+            ptx::ldmatrix_x4(yh, y);
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(yl, y + kLowY);
+        } else {
+            y += (C::kTerms == 2 ? lane / 16 * kLowY : 0) + Y::offset(lane % 8, channel + lane / 8 % 2 * 8);
+            ptx::ldmatrix_x4(yh, y);
+            yl[0] = yh[2], yl[2] = yh[3], yh[2] = yh[1];
+        }
 #pragma unroll
-        for (int j = 0; j < C::R / 8; ++j) {
-            if constexpr (C::kTerms == 1) {
-                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][s % 2], xh, yh[j], yh[j + 2]);
-            } else {
-                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][0], xh, yh[j], yh[j + 2]);
-                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][1], xl, yh[j], yh[j + 2]);
-                ptx::mma_m16n8k16<__nv_bfloat16>(sum[j][2], xh, yl[j], yl[j + 2]);
+        for (int tile = 0; tile < kBlocks; ++tile) {
+            uint32_t xh[4], xl[4];
+            ptx::ldmatrix_x4(xh, x + 16 * 128 * tile);
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, x + 16 * 128 * tile + C::kLow);
+#pragma unroll
+            for (int j = 0; j < kBlocks; ++j) {
+                if (unit == 0 || C::R == 8)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sum[tile][j][0][e] = sum[tile][j][1][e] = 0.0f;
+                ptx::mma_m16n8k16<__nv_bfloat16>(sum[tile][j][0], xh, yh[j], yh[j + 2]);
+                if constexpr (C::kTerms == 2) {
+                    ptx::mma_m16n8k16<__nv_bfloat16>(sum[tile][j][1], xl, yh[j], yh[j + 2]);
+                    ptx::mma_m16n8k16<__nv_bfloat16>(sum[tile][j][1], xh, yl[j], yl[j + 2]);
+                }
             }
         }
-    }
+        if (C::R == 16 && unit < C::kUnits - 1) continue;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int of_q = C::R == 16 ? tile : half, i = C::R == 16 ? g + 8 * half : g;
-        float of_row = __shfl_sync(0xffffffffu, norm, of_q * C::R + i), of_beta = __shfl_sync(0xffffffffu, beta, i);
-        float G_row = C::kKda ? 0.0f : __shfl_sync(0xffffffffu, G, i);
-        of_row *= of_q ? p.scale : of_beta;
+        for (int tile = 0; tile < kBlocks; ++tile)
 #pragma unroll
-        for (int j = 0; j < C::R / 8; ++j)
+            for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                int column = 8 * j + 2 * c + e, at = 2 * half + e;
-                float factor = of_row * __shfl_sync(0xffffffffu, norm, column), total = sum[j][0][at] + sum[j][1][at];
-                if constexpr (C::kTerms == 2) total += sum[j][2][at];
-                if constexpr (!C::kKda) factor *= ptx::ex2_approx_ftz(G_row - __shfl_sync(0xffffffffu, G, column));
-                factor = column < i + of_q ? factor * total : 0.0f;
-                // A token that is no number has W that is none: finish_columns() sees to it, here it would spoil earlier ones.
-                if (!of_q && !(factor * 0.0f == 0.0f)) factor = 0.0f;
-                (of_q ? smem.Q : smem.A)[i][column] = factor;
-            }
+                for (int half = 0; half < 2; ++half) {
+                    const float(&of)[2][4] = sum[tile][j];
+                    *reinterpret_cast<float2 *>(
+                        &smem.product[C::R == 16 ? warp : channel / 16][16 * tile + 8 * half + g][8 * j + 2 * c]) =
+                        make_float2(of[0][2 * half] + of[1][2 * half], of[0][2 * half + 1] + of[1][2 * half + 1]);
+                }
     }
 }
 
-// P (I + A) = Q, a lane a row.
+// A / (beta |k_i| |k_j|) and Q / (scale |q_i| |k_j|) from the parts: four of a row a thread.
+template <class C>
+__device__ __forceinline__ void sum_products(Bf16Smem<C> &smem) {
+    constexpr int kInRow = C::R / 4, kParts = C::R == 16 ? 4 : 8;
+    if (threadIdx.x >= 2 * C::R * kInRow) return;
+    const int row = threadIdx.x / kInRow, j = threadIdx.x % kInRow * 4, of_q = row / C::R, i = row % C::R;
+    float x[4] = {};
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        float4 four = *reinterpret_cast<const float4 *>(&smem.product[part][row][j]);
+        x[0] += four.x, x[1] += four.y, x[2] += four.z, x[3] += four.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        if constexpr (!C::kKda) x[e] *= ptx::ex2_approx_ftz(smem.G[i] - smem.G[j + e]);
+        // A token that is no number has W that is none: begin_columns() sees to it, in A it would spoil earlier ones.
+        if (j + e >= i + of_q || (!of_q && !(x[e] * 0.0f == 0.0f))) x[e] = 0.0f;
+    }
+    *reinterpret_cast<float4 *>(&(of_q ? smem.Q : smem.A)[i][j]) = make_float4(x[0], x[1], x[2], x[3]);
+}
+
+// By one warp: what the norms, beta, scale and GDN's decays come to. With N = 1 / |k|: W' = N W, and P' (I + c A) = Q, c = N^2 beta.
+template <class C>
+__device__ __forceinline__ void scale_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, float beta) {
+    const int lane = lane_of();
+    float sum = 0.0f, norm = 1.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += smem.square[i][lane % (2 * C::R)];
+    if (c.qk_l2norm) norm = rsqrtf(sum + 1e-6f);
+    float of_q = p.scale * __shfl_sync(0xffffffffu, norm, (lane + C::R) % 32);
+    if (lane >= C::R) return;
+    float decay = ptx::ex2_approx_ftz(C::kKda ? middle(p) : smem.G[C::kKda ? 0 : lane]), of_v = beta * norm, of_a = of_v * norm;
+    smem.factor[lane] = make_float4(of_v, of_a * decay, of_q * decay, of_q);
+    smem.c[lane] = of_a * 0.0f == 0.0f ? of_a : 0.0f;
+}
+
+// P (I + c A) = Q, a lane a row.
 template <class C>
 __device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
     const int i = lane_of();
     if (i >= C::R) return;
-    float row[C::R];
+    float row[C::R], c[C::R], scale = smem.factor[i].w;
+    auto fetch = [](float *to, const float *from) {
+        float4 four = *reinterpret_cast<const float4 *>(from);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    };
 #pragma unroll
-    for (int j = 0; j < C::R; j += 4) {
-        float4 four = *reinterpret_cast<const float4 *>(&smem.Q[i][j]);
-        row[j] = four.x, row[j + 1] = four.y, row[j + 2] = four.z, row[j + 3] = four.w;
-    }
+    for (int j = 0; j < C::R; j += 4) fetch(&row[j], &smem.Q[i][j]), fetch(&c[j], &smem.c[j]);
 #pragma unroll
     for (int l = C::R - 1; l > 0; --l) {
+        float x = -__fmul_rn(row[l], c[l]);
 #pragma unroll
         for (int j = 0; j < l; j += 4) {
-            float4 four = *reinterpret_cast<const float4 *>(&smem.A[l][j]);
-            const float a[4] = {four.x, four.y, four.z, four.w};
+            float a[4];
+            fetch(a, &smem.A[l][j]);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                if (j + e < l) row[j + e] = fmaf(-row[l], a[e], row[j + e]);
+                if (j + e < l) row[j + e] = fmaf(x, a[e], row[j + e]);
         }
     }
 #pragma unroll
     for (int j = 0; j < C::R; j += 8) {
-        Terms a(row[j], row[j + 1]), b(row[j + 2], row[j + 3]), c(row[j + 4], row[j + 5]), d(row[j + 6], row[j + 7]);
-        *reinterpret_cast<uint4 *>(smem.p[0][j / 8][i]) = make_uint4(a.high, b.high, c.high, d.high);
-        *reinterpret_cast<uint4 *>(smem.p[1][j / 8][i]) = make_uint4(a.low, b.low, c.low, d.low);
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            Terms terms(__fmul_rn(scale, row[j + 2 * e]), __fmul_rn(scale, row[j + 2 * e + 1]));
+            high[e] = terms.high, low[e] = terms.low;
+        }
+        *reinterpret_cast<uint4 *>(smem.p[0][j / 8][i]) = make_uint4(high[0], high[1], high[2], high[3]);
+        *reinterpret_cast<uint4 *>(smem.p[1][j / 8][i]) = make_uint4(low[0], low[1], low[2], low[3]);
     }
 }
 
-// W and o of 16 columns of the warp from Z, and o to memory.
+// 16 columns of the warp: W, and o as far as it is of the state.
 template <class C>
-__device__ __forceinline__ void finish_columns(const Params &p, const Choices &c, Bf16Smem<C> &smem, const float (&z)[C::R * C::kTerms],
-                                               int columns, char *o) {
-    constexpr int kBlocks = C::R / 8;
-    const int lane = lane_of(), q = lane % 4, matrix = lane / 8, tokens = static_cast<int>(p.tokens);
-    const bool bf16 = c.q.dtype == DType::BF16;
-    uint32_t mine = ptx::shared_address(smem.v) +
-                    C::V::offset(kBlocks == 2 ? matrix / 2 * 8 + lane % 8 : lane % 8, columns + 8 * (matrix % 2));
-    auto sum_of_terms = [&](int i) { return C::kTerms == 2 ? z[i] + z[C::R + i] : z[i]; };
-    uint32_t v[2 * kBlocks], high[2 * kBlocks], low[2 * kBlocks];
-    if constexpr (kBlocks == 2)
-        ptx::ldmatrix_x4_trans(v, mine);
-    else
-        ptx::ldmatrix_x2_trans(v, mine);
-    float w[kBlocks][4], out[kBlocks][4], probe = 0.0f;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            int t = 8 * block + 2 * q + e % 2;
-            float4 factor = smem.factor[t];
-            uint16_t bits = static_cast<uint16_t>(v[2 * block + e / 2] >> 16 * (e % 2));
-            float x = fmaf(factor.x, bf16 ? wide<true>(bits) : wide<false>(bits), -__fmul_rn(factor.y, sum_of_terms(4 * block + e)));
-            w[block][e] = x;
-            probe = fmaf(w[block][e], 0.0f, probe);
-            out[block][e] = factor.z * sum_of_terms(4 * (kBlocks + block) + e);
-        }
-    // A sum over all tokens: what is no number must not reach the tokens before its own.
-    int first[2] = {C::R, C::R};
-    bool broken = __any_sync(0xffffffffu, !(probe == 0.0f));
-    if (broken) {
-#pragma unroll
-        for (int block = kBlocks - 1; block >= 0; --block)
-#pragma unroll
-            for (int e = 3; e >= 0; --e)
-                if (!(w[block][e] * 0.0f == 0.0f)) first[e / 2] = 8 * block + 2 * q + e % 2, w[block][e] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int mask = 1; mask < 4; mask *= 2) {
-                int other = __shfl_xor_sync(0xffffffffu, first[r], mask);
-                first[r] = other < first[r] ? other : first[r];
-            }
+struct Columns {
+    static constexpr int kBlocks = C::R / 8;
+    uint32_t high[2 * kBlocks], low[2 * kBlocks];  // of W
+    float out[kBlocks][4];
+    int first[2];  // token that is no number, of the lane's two columns
+    bool broken;
+
+    static __device__ __forceinline__ uint32_t place(Bf16Smem<C> &smem, int columns) {
+        const int lane = lane_of(), matrix = lane / 8;
+        return ptx::shared_address(smem.v) +
+               C::V::offset(kBlocks == 2 ? matrix / 2 * 8 + lane % 8 : lane % 8, columns + 8 * (matrix % 2));
     }
-#pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-        Terms terms(w[i / 2][i % 2 * 2], w[i / 2][i % 2 * 2 + 1]);
-        high[i] = terms.high, low[i] = terms.low;
-    }
-    if constexpr (kBlocks == 2) {
-        uint32_t at = ptx::shared_address(smem.p[0][matrix % 2][matrix / 2 * 8 + lane % 8]), of[4], rest[4];
-        ptx::ldmatrix_x4(of, at);
-        ptx::ldmatrix_x4(rest, at + sizeof smem.p[0]);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            ptx::mma_m16n8k16<__nv_bfloat16>(out[j], high, of[2 * j], of[2 * j + 1]);
-            ptx::mma_m16n8k16<__nv_bfloat16>(out[j], low, of[2 * j], of[2 * j + 1]);
-            ptx::mma_m16n8k16<__nv_bfloat16>(out[j], high, rest[2 * j], rest[2 * j + 1]);
-        }
-    } else {
-        uint32_t of[2];
-        ptx::ldmatrix_x2(of, ptx::shared_address(smem.p[matrix % 2][0][lane % 8]));
-        ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[0]);
-        ptx::mma_m16n8k8<__nv_bfloat16>(out[0], low, of[0]);
-        ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[1]);
-    }
-    if (broken)
+
+    __device__ __forceinline__ void begin(const Choices &c, Bf16Smem<C> &smem, const float (&z)[C::R * C::kTerms], int columns) {
+        const int q = lane_of() % 4;
+        const bool bf16 = c.q.dtype == DType::BF16;
+        auto sum_of_terms = [&](int i) { return C::kTerms == 2 ? z[i] + z[C::R + i] : z[i]; };
+        uint32_t v[2 * kBlocks];
+        if constexpr (kBlocks == 2)
+            ptx::ldmatrix_x4_trans(v, place(smem, columns));
+        else
+            ptx::ldmatrix_x2_trans(v, place(smem, columns));
+        float w[kBlocks][4], probe = 0.0f;
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (8 * block + 2 * q + e % 2 >= first[e / 2]) out[block][e] = __uint_as_float(0x7fffffffu);
+            for (int e = 0; e < 4; ++e) {
+                float4 factor = smem.factor[8 * block + 2 * q + e % 2];
+                uint16_t bits = static_cast<uint16_t>(v[2 * block + e / 2] >> 16 * (e % 2));
+                w[block][e] = fmaf(factor.x, bf16 ? wide<true>(bits) : wide<false>(bits),
+                                   -__fmul_rn(factor.y, sum_of_terms(4 * block + e)));
+                probe = fmaf(w[block][e], 0.0f, probe);
+                out[block][e] = factor.z * sum_of_terms(4 * (kBlocks + block) + e);
+            }
+        // What follows sums over all tokens: what is no number must not reach the tokens before its own.
+        first[0] = first[1] = C::R;
+        broken = __any_sync(0xffffffffu, !(probe == 0.0f));
+        if (broken) {
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-        float a = out[i / 2][i % 2 * 2], b = out[i / 2][i % 2 * 2 + 1];
-        v[i] = bf16 ? ptx::cvt_rn_bf16x2(a, b) : ptx::cvt_rn_f16x2(a, b);
+            for (int block = kBlocks - 1; block >= 0; --block)
+#pragma unroll
+                for (int e = 3; e >= 0; --e)
+                    if (!(w[block][e] * 0.0f == 0.0f)) first[e / 2] = 8 * block + 2 * q + e % 2, w[block][e] = 0.0f;
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int mask = 1; mask < 4; mask *= 2) {
+                    int other = __shfl_xor_sync(0xffffffffu, first[r], mask);
+                    first[r] = other < first[r] ? other : first[r];
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+            Terms terms(w[i / 2][i % 2 * 2], w[i / 2][i % 2 * 2 + 1]);
+            high[i] = terms.high, low[i] = terms.low;
+        }
     }
-    __syncwarp();
-    if constexpr (kBlocks == 2)
-        ptx::stmatrix_x4_trans(mine, v);
-    else
-        ptx::stmatrix_x2_trans(mine, v);
-    __syncwarp();
-    if (int t = lane / 2; t < tokens)
-        *reinterpret_cast<uint4 *>(o + uint64_t{p.o.token} * t + 2 * columns + 16 * (lane % 2)) =
-            *reinterpret_cast<const uint4 *>(smem.v + C::V::offset(t, columns + 8 * (lane % 2)));
-}
+
+    // o = .. + P W, to memory.
+    __device__ __forceinline__ void end(const Params &p, const Choices &c, Bf16Smem<C> &smem, int columns, char *o) {
+        const int lane = lane_of(), q = lane % 4, matrix = lane / 8, tokens = static_cast<int>(p.tokens);
+        const bool bf16 = c.q.dtype == DType::BF16;
+        if constexpr (kBlocks == 2) {
+            uint32_t at = ptx::shared_address(smem.p[0][matrix % 2][matrix / 2 * 8 + lane % 8]), of[4], rest[4];
+            ptx::ldmatrix_x4(of, at);
+            ptx::ldmatrix_x4(rest, at + sizeof smem.p[0]);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                ptx::mma_m16n8k16<__nv_bfloat16>(out[j], high, of[2 * j], of[2 * j + 1]);
+                ptx::mma_m16n8k16<__nv_bfloat16>(out[j], low, of[2 * j], of[2 * j + 1]);
+                ptx::mma_m16n8k16<__nv_bfloat16>(out[j], high, rest[2 * j], rest[2 * j + 1]);
+            }
+        } else {
+            uint32_t of[2];
+            ptx::ldmatrix_x2(of, ptx::shared_address(smem.p[matrix % 2][0][lane % 8]));
+            ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[0]);
+            ptx::mma_m16n8k8<__nv_bfloat16>(out[0], low, of[0]);
+            ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[1]);
+        }
+        if (broken)
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (8 * block + 2 * q + e % 2 >= first[e / 2]) out[block][e] = __uint_as_float(0x7fffffffu);
+        uint32_t words[2 * kBlocks];
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i) {
+            float a = out[i / 2][i % 2 * 2], b = out[i / 2][i % 2 * 2 + 1];
+            words[i] = bf16 ? ptx::cvt_rn_bf16x2(a, b) : ptx::cvt_rn_f16x2(a, b);
+        }
+        if constexpr (kBlocks == 2)
+            ptx::stmatrix_x4_trans(place(smem, columns), words);
+        else
+            ptx::stmatrix_x2_trans(place(smem, columns), words);
+        __syncwarp();
+        if (int t = lane / 2; t < tokens)
+            *reinterpret_cast<uint4 *>(o + uint64_t{p.o.token} * t + 2 * columns + 16 * (lane % 2)) =
+                *reinterpret_cast<const uint4 *>(smem.v + C::V::offset(t, columns + 8 * (lane % 2)));
+    }
+};
 
 template <class C>
 __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, Bf16Smem<C> &smem) {
     const uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
-    constexpr uint32_t kGrams = C::R / 8;
     const uint32_t role = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
     Choices c(p.options, p.lower_bound);
     const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
@@ -506,11 +556,9 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     PairGate<C> gate;
     const bool token = lane_of() < p.tokens;
     uint32_t beta_bits = 0, g_bits = 0;
-    if (C::kKda || role <= kGrams) gate.fetch(p, c, head);
-    if (role <= kGrams && token) {
-        beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
-        if constexpr (!C::kKda) g_bits = c.g.load(p.g.at(n, lane_of(), head));
-    }
+    if (C::kKda || role == 0) gate.fetch(p, c, head);
+    if (role == 1 && token) beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
+    if (!C::kKda && role == 0 && token) g_bits = c.g.load(p.g.at(n, lane_of(), head));
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
     if constexpr (C::kTma) {
         __syncthreads();
@@ -533,6 +581,13 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
             __syncwarp();
     }
     prepare_draft(p, c, smem, gate);
+    __syncwarp();
+    multiply_draft(smem);
+    if constexpr (!C::kKda)
+        if (role == 0) {
+            float G = decays_so_far<C::R>(c, token, g_bits, gate.bias[0][0], gate.a_log);
+            if (lane_of() < C::R) smem.G[lane_of()] = G;
+        }
     if constexpr (C::kTma)
         ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
     else
@@ -558,28 +613,21 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
         }
     }
     ptx::wgmma_commit_group();
-    if (role <= kGrams) {
-        float norm = norm_of_lane(c, smem), beta = token ? beta_value(c, beta_bits) : 0.0f, G = middle(p);
-        if constexpr (!C::kKda) G = decays_so_far<C::R>(c, token, g_bits, gate.bias[0][0], gate.a_log);
-        if (role < kGrams) {
-            multiply_draft(p, smem, role, norm, beta, G);
-            if constexpr (kGrams == 2)
-                ptx::bar_sync(1, 64);
-            else
-                __syncwarp();
-            if (role == 0) solve_draft(smem);
-        } else {
-            float of_q = __shfl_sync(0xffffffffu, norm, (lane_of() + C::R) % 32), decay = ptx::ex2_approx_ftz(G);
-            if (lane_of() < C::R) smem.factor[lane_of()] = make_float4(beta, beta * norm * decay, p.scale * of_q * decay, 0.0f);
-        }
-    }
+    sum_products(smem);
+    if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
+    __syncthreads();
+    if (role == 0) solve_draft(smem);
     ptx::wgmma_wait_group<0>();
+    Columns<C> columns[C::kTiles];
+    auto first_column = [&](int m) { return 64 * (wide_tile + m) + 16 * static_cast<int>(threadIdx.x / 32 % 4); };
 #pragma unroll
-    for (int m = 0; m < C::kTiles; ++m) ptx::register_fence(z[m]);
+    for (int m = 0; m < C::kTiles; ++m) {
+        ptx::register_fence(z[m]);
+        columns[m].begin(c, smem, z[m], first_column(m));
+    }
     __syncthreads();
 #pragma unroll
-    for (int m = 0; m < C::kTiles; ++m)
-        finish_columns(p, c, smem, z[m], 64 * (wide_tile + m) + 16 * (threadIdx.x / 32 % 4), o);
+    for (int m = 0; m < C::kTiles; ++m) columns[m].end(p, c, smem, first_column(m), o);
 }
 
 template <class C>
