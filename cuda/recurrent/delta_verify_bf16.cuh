@@ -53,7 +53,7 @@ struct Bf16Smem {
     float square[8][2 * C::R];                     // of 16 channels of the rows of k and q
     float4 factor[C::R];                           // of v and k S in W; of q S and of Q in o
     alignas(16) float c[C::R], G[C::kKda ? 4 : C::R];
-    uint64_t arrived[2];                           // many states: tokens, state
+    uint64_t arrived[3];                           // many states
 };
 
 // Boxes of 64 numbers (f32 gates: 32) of all tokens of a head, of the state's rows in a panel.
@@ -111,23 +111,35 @@ __device__ __forceinline__ void copy_state(Bf16Smem<C> &smem, const char *state)
     ptx::cp_async_commit_group();
 }
 
-// Many states: by one thread, boxes that land where the few states' copies do; rows past the tokens are zero.
+// Many states: by one thread of each of three warps, boxes that land where the few states' copies do; rows past the tokens are
+// zero. Barriers: q and k; g and v; the state.
+enum Arrival { kKeys, kValues, kState, kArrivals };
+
 template <class C>
-__device__ __forceinline__ void load_draft(const Params &p, const Choices &c, const Maps &maps, Bf16Smem<C> &smem, int n, int head) {
-    const uint32_t barrier = ptx::shared_address(&smem.arrived[0]), x = ptx::shared_address(smem.x),
-                   v = ptx::shared_address(smem.v);
-    const bool f32 = C::kKda && c.g.dtype == DType::F32;
+__device__ __forceinline__ void load_keys(const Params &p, const Maps &maps, Bf16Smem<C> &smem, int n, int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[kKeys]), x = ptx::shared_address(smem.x);
     const int key = head * p.key_of >> 16;
-    ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 5 : 4 : 3));
+    ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::R * 256);
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
         uint32_t to = x + panel * C::X::kPanelStrideBytes;
         ptx::cp_async_bulk_tensor_4d_load(to, &maps.k, barrier, 64 * panel, key, 0, n);
         ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.q, barrier, 64 * panel, key, 0, n);
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void load_values(const Choices &c, const Maps &maps, Bf16Smem<C> &smem, int n, int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[kValues]), x = ptx::shared_address(smem.x) + C::kLow,
+                   v = ptx::shared_address(smem.v);
+    const bool f32 = C::kKda && c.g.dtype == DType::F32;
+    ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 3 : 2 : 1));
+#pragma unroll
+    for (int panel = 0; panel < 2; ++panel) {
         if constexpr (C::kKda) {
-            ptx::cp_async_bulk_tensor_4d_load(to + C::kLow, &maps.g, barrier, 64 * panel, head, 0, n);
-            if (f32)
-                ptx::cp_async_bulk_tensor_4d_load(to + C::kLow + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
+            uint32_t to = x + panel * C::X::kPanelStrideBytes;
+            ptx::cp_async_bulk_tensor_4d_load(to, &maps.g, barrier, 64 * panel, head, 0, n);
+            if (f32) ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
         }
         ptx::cp_async_bulk_tensor_4d_load(v + panel * C::V::kPanelStrideBytes, &maps.v, barrier, 64 * panel, head, 0, n);
     }
@@ -135,12 +147,12 @@ __device__ __forceinline__ void load_draft(const Params &p, const Choices &c, co
 
 template <class C>
 __device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
-    const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[kState]), to = ptx::shared_address(smem.S);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
 #pragma unroll
     for (int i = 0; i < (C::kVFirst ? 4 : 2); ++i)
-        ptx::cp_async_bulk_tensor_4d_load(to + i * C::S::kPanelStrideBytes, &maps.state, barrier, C::kVFirst ? 64 * (i % 2) : 64 * i,
-                                          head, C::kVFirst ? 64 * (i / 2) : 0, row);
+        ptx::cp_async_bulk_tensor_4d_load(to + i * C::S::kPanelStrideBytes, &maps.state, barrier,
+                                          C::kVFirst ? 64 * (i % 2) : 64 * i, head, C::kVFirst ? 64 * (i / 2) : 0, row);
 }
 
 // Of a lane's channels, as loaded.
@@ -542,12 +554,16 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     Choices c(p.options, p.lower_bound);
     const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
     if constexpr (C::kTma) {
-        if (threadIdx.x == 0) {
-            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[0]), 1);
-            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[1]), 1);
+        const uint32_t loads = threadIdx.x / 32;
+        if (loads < kArrivals && lane_of() == 0) {
+            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[loads]), 1);
             ptx::fence_mbarrier_init();
-            load_draft(p, c, *maps, smem, n, head);
-            if (row.within(p.rows)) load_state(*maps, smem, row.low, head);
+            if (loads == kKeys)
+                load_keys(p, *maps, smem, n, head);
+            else if (loads == kValues)
+                load_values(c, *maps, smem, n, head);
+            else if (row.within(p.rows))
+                load_state(*maps, smem, row.low, head);
         }
         __syncwarp();
     } else {
@@ -562,7 +578,8 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
     if constexpr (C::kTma) {
         __syncthreads();
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[0]), 0);
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[kKeys]), 0);
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[kValues]), 0);
     }
     if (!row.within(p.rows)) {
 #pragma unroll 1
@@ -589,7 +606,7 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
             if (lane_of() < C::R) smem.G[lane_of()] = G;
         }
     if constexpr (C::kTma)
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[kState]), 0);
     else
         ptx::cp_async_wait_group<0>();
     ptx::fence_proxy_async_shared_cta();
