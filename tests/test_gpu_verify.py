@@ -150,6 +150,17 @@ def test_bits_repeat_and_do_not_depend_on_the_batch(family, dtype, order):
                 check(same_bits(draft(part, keep=False).o, o[part]), f"{part} of {B}: other bits")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strides_that_tensor_copies_do_not_take(family):
+    """One q for all sequences, at stride 0: other copies, the same bits."""
+    for T in (4, 16):
+        draft = Draft(family, 40, T, 2, 8, torch.bfloat16, "k_first", KINDS[family][1], T)
+        draft.given[0] = draft.given[0][:1].expand(40, -1, -1, -1)
+        o = draft.check(f"{T} tokens")
+        draft.given[0] = draft.given[0].contiguous()
+        check(same_bits(draft.outputs(), o), f"{T} tokens: other bits")
+
+
 @LAYOUTS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nan_stays_in_its_row_and_after_its_token(family, dtype, order):

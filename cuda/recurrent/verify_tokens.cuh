@@ -17,18 +17,15 @@ using delta_decode_one::Row;
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-template <bool kKdaGate, class StateT, bool kVFirstOrder, int kMostTokens, int kWarpsOfColumn, int kCtas>
+template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kWarpsOfColumn, int kCtas>
 struct Config {
     static constexpr int D = 128, R = kMostTokens, kParts = kWarpsOfColumn, kResident = kCtas;
-    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder, kBf16Products = false;
-    using State = StateT;
-    static constexpr bool kF32 = sizeof(State) == 4;
+    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
     static constexpr int kWarps = 4, kThreads = 32 * kWarps;
     static constexpr int kWidth = 32 * kWarps / kParts, kSlices = D / kWidth;
-    static constexpr int kSteps = D / kParts / 16;      // 16 rows of K each, of a warp
-    static constexpr int kTiles = R / 4;                // 8 rows of X each
-    static constexpr bool kWide = kVFirst && !kF32;     // 8 rows of K side by side in a lane
-    static constexpr int kXRow = D + (kWide ? 4 : 16);  // floats; a fragment's loads without bank conflicts
+    static constexpr int kSteps = D / kParts / 16;  // 16 rows of K each, of a warp
+    static constexpr int kTiles = R / 4;            // 8 rows of X each
+    static constexpr int kXRow = D + 16;            // floats; a fragment's loads without bank conflicts
     static constexpr int kZRow = kWidth + 4;
 };
 
@@ -150,7 +147,7 @@ constexpr float kLog2RoundUp = 0.6931472f / 2048 * kLog2e;
 
 // c of KDA in log2 units.
 __device__ __forceinline__ float middle(const Params &p) {
-    return __fmul_rn(0.5f * kLog2e * p.lower_bound, static_cast<float>(p.tokens));  // not to be fused with what it is added to
+    return 0.5f * kLog2e * p.lower_bound * static_cast<float>(p.tokens);
 }
 
 template <bool kBf16>
