@@ -132,16 +132,12 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     Choices c(p.options, p.lower_bound);
     const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
     if constexpr (C::kTma) {
-        const uint32_t loads = threadIdx.x / 32;
-        if (loads < kArrivals && lane_of() == 0) {
-            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[loads]), 1);
+        if (threadIdx.x == 0) {
+            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[0]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&smem.arrived[1]), 1);
             ptx::fence_mbarrier_init();
-            if (loads == kKeys)
-                load_keys(p, *maps, smem, n, head);
-            else if (loads == kValues)
-                load_values(c, *maps, smem, n, head);
-            else if (row.within(p.rows))
-                load_state(*maps, smem, row.low, head);
+            load_draft(p, c, *maps, smem, n, head);
+            if (row.within(p.rows)) load_state(*maps, smem, row.low, head);
         }
         __syncwarp();
     } else {
@@ -156,8 +152,7 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
     if constexpr (C::kTma) {
         __syncthreads();
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[kKeys]), 0);
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[kValues]), 0);
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[0]), 0);
     }
     if (!row.within(p.rows)) {
 #pragma unroll 1
@@ -184,7 +179,7 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
             if (lane_of() < C::R) smem.G[lane_of()] = G;
         }
     if constexpr (C::kTma)
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[kState]), 0);
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
     else
         ptx::cp_async_wait_group<0>();
     ptx::fence_proxy_async_shared_cta();

@@ -38,7 +38,7 @@ struct Bf16Smem {
     float square[8][2 * C::R];  // of 16 channels of the rows of k and q
     float4 factor[C::R];        // of v and k S in W; of q S and of Q in o
     alignas(16) float c[C::R], G[C::kKda ? 4 : C::R];
-    uint64_t arrived[3];  // many states
+    uint64_t arrived[2];  // many states: tokens, state
 };
 
 // Boxes of 64 numbers (f32 gates: 32) of all tokens of a head, of the state's rows in a panel.
@@ -102,35 +102,24 @@ __device__ __forceinline__ void copy_state(Bf16Smem<C> &smem, const char *state)
     ptx::cp_async_commit_group();
 }
 
-// Many states: by one thread of each of three warps, boxes that land where the few states' copies do; rows past the tokens are
-// zero. Barriers: q and k; g and v; the state.
-enum Arrival { kKeys, kValues, kState, kArrivals };
-
+// Many states: by one thread, boxes that land where the few states' copies do; rows past the tokens are zero.
 template <class C>
-__device__ __forceinline__ void load_keys(const Params &p, const Maps &maps, Bf16Smem<C> &smem, int n, int head) {
-    const uint32_t barrier = ptx::shared_address(&smem.arrived[kKeys]), x = ptx::shared_address(smem.x);
+__device__ __forceinline__ void load_draft(const Params &p, const Choices &c, const Maps &maps, Bf16Smem<C> &smem, int n,
+                                           int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[0]), x = ptx::shared_address(smem.x),
+                   v = ptx::shared_address(smem.v);
+    const bool f32 = C::kKda && c.g.dtype == DType::F32;
     const int key = head * p.key_of >> 16;
-    ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::R * 256);
+    ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 5 : 4 : 3));
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
         uint32_t to = x + panel * C::X::kPanelStrideBytes;
         ptx::cp_async_bulk_tensor_4d_load(to, &maps.k, barrier, 64 * panel, key, 0, n);
         ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.q, barrier, 64 * panel, key, 0, n);
-    }
-}
-
-template <class C>
-__device__ __forceinline__ void load_values(const Choices &c, const Maps &maps, Bf16Smem<C> &smem, int n, int head) {
-    const uint32_t barrier = ptx::shared_address(&smem.arrived[kValues]), x = ptx::shared_address(smem.x) + C::kLow,
-                   v = ptx::shared_address(smem.v);
-    const bool f32 = C::kKda && c.g.dtype == DType::F32;
-    ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 3 : 2 : 1));
-#pragma unroll
-    for (int panel = 0; panel < 2; ++panel) {
         if constexpr (C::kKda) {
-            uint32_t to = x + panel * C::X::kPanelStrideBytes;
-            ptx::cp_async_bulk_tensor_4d_load(to, &maps.g, barrier, 64 * panel, head, 0, n);
-            if (f32) ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
+            ptx::cp_async_bulk_tensor_4d_load(to + C::kLow, &maps.g, barrier, 64 * panel, head, 0, n);
+            if (f32)
+                ptx::cp_async_bulk_tensor_4d_load(to + C::kLow + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
         }
         ptx::cp_async_bulk_tensor_4d_load(v + panel * C::V::kPanelStrideBytes, &maps.v, barrier, 64 * panel, head, 0, n);
     }
@@ -138,7 +127,7 @@ __device__ __forceinline__ void load_values(const Choices &c, const Maps &maps, 
 
 template <class C>
 __device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
-    const uint32_t barrier = ptx::shared_address(&smem.arrived[kState]), to = ptx::shared_address(smem.S);
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
 #pragma unroll
     for (int i = 0; i < (C::kVFirst ? 4 : 2); ++i)
