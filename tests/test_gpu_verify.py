@@ -151,17 +151,35 @@ def test_bits_repeat_and_do_not_depend_on_the_batch(family, dtype, order):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nan_stays_in_its_row_and_after_its_token(family):
+def test_strides_that_tensor_copies_do_not_take(family):
+    """One q for all sequences, at stride 0: other copies, the same bits."""
+    for T in (4, 16):
+        draft = Draft(family, 40, T, 2, 8, torch.bfloat16, "k_first", KINDS[family][1], T)
+        draft.given[0] = draft.given[0][:1].expand(40, -1, -1, -1)
+        o = draft.check(f"{T} tokens")
+        draft.given[0] = draft.given[0].contiguous()
+        check(same_bits(draft.outputs(), o), f"{T} tokens: other bits")
+
+
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nan_stays_in_its_row_and_after_its_token(family, dtype, order):
     for B in (2, 40):
         for T in (3, 8, 16):
-            draft = Draft(family, B, T, 2, 8, torch.float32, "k_first", KINDS[family][0], T)
-            clean = draft.outputs()
-            for x in draft.given:
-                x[1, T - 1] = float("nan")
-            o = draft.outputs()
-            check(same_bits(o[1, : T - 1], clean[1, : T - 1]), "an earlier token has changed")
-            check(same_bits(o[0], clean[0]), "another sequence has changed")
-            check(bool(o[1, T - 1].isnan().all()), "NaN was lost")
+            draft = Draft(family, B, T, 2, 8, dtype, order, KINDS[family][0], T)
+            clean, given = draft.outputs(), [x.clone() for x in draft.given]
+            for token in (T - 1, T // 2):
+                for which in (None, *range(5)):  # in all of q, k, v, g and beta, or one
+                    for i, x in enumerate(draft.given):
+                        x.copy_(given[i])
+                        if which in (None, i):
+                            x[1, token] = float("nan")
+                    o = draft.outputs()
+                    check(same_bits(o[1, :token], clean[1, :token]), "an earlier token has changed")
+                    check(same_bits(o[0], clean[0]), "another sequence has changed")
+                    check(bool(o[1, token].isnan().all()), "NaN was lost")
+                    if which != 0:  # but for q it goes into the state
+                        check(bool(o[1, token:].isnan().all()), "NaN was lost later")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,15 +1,16 @@
 // Verify of drafted tokens for their outputs alone, at memory speed: the tokens of a sequence as one small chunk on tensor cores.
+// Here of states in fp32; of states in bf16: delta_verify_bf16.cuh.
 //
 //   G_i = g_0 + .. + g_i;   u_i = beta_i (v_i - (k_i e^G_i) S - sum_{j<i} (k_i e^(G_i-G_j) . k_j) u_j)
 //   o_i = scale ((q_i e^G_i) S + sum_{j<=i} (q_i e^(G_i-G_j) . k_j) u_j)                arXiv:2412.06464, arXiv:2510.26692
 //
 // Nothing is kept and no state is written, so nothing has to have the bits of decode: products on the tensor cores are of tf32,
-// in which q, k and bf16 states are exact and fp32 states and KDA's decayed q and k rounded to 2^-12.
+// in which q and k are exact and the state and KDA's decayed q and k rounded to 2^-12.
 //
 // Grid: one CTA of four warps per (sequence, value head, kWidth columns of V). A warp holds 32 columns of V and 1/kParts of K of
 // the state, every load in flight at once straight to registers, in the order of a fragment of mma.m16n8k8: lane (g, c) =
-// (lane / 4, lane % 4) has columns 4g + j and rows 16 s + 4c + i of K (V-first in bf16, 16 bytes a load: 32 (s / 2) + 8c +
-// 4 (s % 2) + i), i, j < 4. The state is the left operand, so that 8 rows of tokens are one product: k and q of 4 tokens.
+// (lane / 4, lane % 4) has columns 4g + j and rows 16 s + 4c + i of K, i, j < 4. The state is the left operand, so that 8 rows of
+// tokens are one product: k and q of 4 tokens.
 //   few states   kParts = 4: 32 columns a CTA, whose warps' sums meet in shared memory.
 //   many states  a state a CTA, several CTAs an SM; each asks for a later state to be brought to L2 (delta_decode_one.cuh).
 //
@@ -20,6 +21,7 @@
 //            all: X S . barrier . a thread a column: u by substitution, o
 #pragma once
 #include "common/device_guard.h"
+#include "delta_verify_bf16.cuh"
 #include "verify_tokens.cuh"
 
 namespace linattn::cuda::delta_verify {
@@ -27,35 +29,27 @@ namespace linattn::cuda::delta_verify {
 // A lane's part of the state.
 template <class C>
 struct Share {
-    static constexpr int kVectors = C::kWide ? C::kSteps * 2 : C::kSteps * 4;  // of 16 bytes; bf16 K-first 8
-    struct alignas(C::kF32 || C::kWide ? 16 : 8) Vector {
-        uint32_t word[C::kF32 || C::kWide ? 4 : 2];
+    struct alignas(16) Vector {
+        uint32_t word[4];
     };
-    Vector raw[kVectors];
+    Vector raw[C::kSteps * 4];
     static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
     static __device__ __forceinline__ int c() { return threadIdx.x % 4; }
     static __device__ __forceinline__ int part() { return threadIdx.x / 32 % C::kParts; }
     static __device__ __forceinline__ int column() { return 32 * (threadIdx.x / 32 / C::kParts) + 4 * g(); }  // of the CTA
     // The first of the four rows of K of a step.
-    static __device__ __forceinline__ int row(int step) {
-        return part() * (C::D / C::kParts) + (C::kWide ? 32 * (step / 2) + 8 * c() + 4 * (step % 2) : 16 * step + 4 * c());
-    }
+    static __device__ __forceinline__ int row(int step) { return part() * (C::D / C::kParts) + 16 * step + 4 * c(); }
 
-    __device__ __forceinline__ void fetch(const typename C::State *state) {  // of the CTA's first column
-        const typename C::State *lane = state + (C::kVFirst ? column() * C::D + row(0) : row(0) * C::D + column());
+    __device__ __forceinline__ void fetch(const float *state) {  // of the CTA's first column
+        const float *lane = state + (C::kVFirst ? column() * C::D + row(0) : row(0) * C::D + column());
 #pragma unroll
-        for (int n = 0; n < kVectors; ++n) {
-            int step = C::kWide ? n / 4 * 32 : n / 4 * 16;
-            raw[n] = *reinterpret_cast<const Vector *>(lane + (C::kVFirst ? n % 4 * C::D + step : (step + n % 4) * C::D));
-        }
+        for (int n = 0; n < C::kSteps * 4; ++n)
+            raw[n] = *reinterpret_cast<const Vector *>(lane +
+                                                       (C::kVFirst ? n % 4 * C::D + n / 4 * 16 : (n / 4 * 16 + n % 4) * C::D));
     }
     // Row row(step) + i of column column() + j, as an operand.
     __device__ __forceinline__ uint32_t operand(int step, int i, int j) const {
-        if constexpr (C::kF32)
-            return __float_as_uint(kRoundUp *
-                                   __uint_as_float(C::kVFirst ? raw[4 * step + j].word[i] : raw[4 * step + i].word[j]));
-        uint32_t word = C::kVFirst ? raw[step / 2 * 4 + j].word[step % 2 * 2 + i / 2] : raw[4 * step + i].word[j / 2];
-        return (C::kVFirst ? i : j) % 2 ? word & 0xffff0000u : word << 16;
+        return __float_as_uint(kRoundUp * __uint_as_float(C::kVFirst ? raw[4 * step + j].word[i] : raw[4 * step + i].word[j]));
     }
 };
 
@@ -152,7 +146,7 @@ __device__ __forceinline__ void solve(const Params &p, const Choices &c, Smem<C>
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) char smem_bytes[];
+    extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
     Choices c(p.options, p.lower_bound);
@@ -175,11 +169,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) delta_verify_kernel
     }
     char *of_head = p.state + uint64_t{head} * p.state_head;
     Share<C> S;
-    S.fetch(reinterpret_cast<const typename C::State *>(of_head + uint64_t{row.low} * p.state_row) +
-            v_cta * (C::kVFirst ? C::D : 1));
+    S.fetch(reinterpret_cast<const float *>(of_head + uint64_t{row.low} * p.state_row) + v_cta * (C::kVFirst ? C::D : 1));
     if (C::kParts == 1 && p.ahead && threadIdx.x == C::kThreads - 1 && n + p.ahead < gridDim.y)
         if (Row next = read_row(n + p.ahead); next.within(p.rows))
-            ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row, C::D * C::D * sizeof(typename C::State));
+            ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row, C::D * C::D * 4);
     if (threadIdx.x < 32) scalars.finish(p, c, smem);
     ptx::cp_async_wait_group<0>();
     __syncthreads();
@@ -214,8 +207,7 @@ inline bool fits(const DeltaParams &p) {
     return aligned;
 }
 
-template <class C>
-void launch_config(const DeltaParams &p, int multiprocessors) {
+inline Params parameters(const DeltaParams &p) {
     auto stride = [](const Tensor &t, int axis) { return static_cast<uint32_t>(t.stride[axis] * dtype_bytes(t.dtype)); };
     auto view = [&](const Tensor &t) { return TokenView{t.data, stride(t, 0), stride(t, 1), stride(t, 2)}; };
     auto bits = [](auto value, int field) { return static_cast<uint32_t>(value) << field; };
@@ -228,46 +220,73 @@ void launch_config(const DeltaParams &p, int multiprocessors) {
     x.rows = static_cast<uint32_t>(p.P), x.key_of = static_cast<uint32_t>((65536 + ratio - 1) / ratio);
     x.scale = static_cast<float>(p.scale), x.lower_bound = static_cast<float>(p.lower_bound);
     x.tokens = static_cast<uint32_t>(p.T);
-    if (C::kParts == 1 && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
-        x.ahead = static_cast<uint32_t>(delta_decode_one::kAheadBytes / (p.HV * C::D * C::D * sizeof(typename C::State)));
     x.state = p.state_in.data, x.state_row = stride(p.state_in, 0), x.state_head = stride(p.state_in, 1);
     x.q = view(p.q), x.k = view(p.k), x.v = view(p.v), x.g = view(p.g), x.beta = view(p.beta), x.o = view(p.o);
     x.A_log = {p.A_log.data, stride(p.A_log, 0)}, x.dt_bias = {p.dt_bias.data, stride(p.dt_bias, 0)};
     x.read = p.read_indices.data, x.read_stride = stride(p.read_indices, 0);
+    return x;
+}
+
+template <class C>
+LaunchConfig shape(const DeltaParams &p, int64_t smem_bytes) {
     LaunchConfig config;
     config.grid.x = p.HV * C::kSlices;
     config.grid.y = p.N;
     config.block.x = C::kThreads;
-    config.smem_bytes = sizeof(Smem<C>);
+    config.smem_bytes = smem_bytes;
     config.stream = static_cast<cudaStream_t>(p.stream);
-    launch("delta_verify_kernel", delta_verify_kernel<C>, config, x);
+    return config;
 }
 
-template <bool kKda, class State, bool kVFirst, int R>
-void launch_tokens(const DeltaParams &p, int multiprocessors) {
-    constexpr int kCtas = sizeof(State) == 4 || R == 16 ? 3 : 4;
+template <class C>
+void launch_f32_form(const DeltaParams &p, int multiprocessors) {
+    Params x = parameters(p);
+    if (C::kParts == 1 && p.N * p.HV > int64_t{C::kResident} * multiprocessors)
+        x.ahead = static_cast<uint32_t>(delta_decode_one::kAheadBytes / (p.HV * C::D * C::D * 4));
+    launch("delta_verify_kernel", delta_verify_kernel<C>, shape<C>(p, sizeof(Smem<C>)), x);
+}
+
+template <bool kKda, bool kVFirst, int R>
+void launch_f32(const DeltaParams &p, int multiprocessors) {
     if (p.N * p.HV * 4 <= 2 * multiprocessors)
-        launch_config<Config<kKda, State, kVFirst, R, 4, 2>>(p, multiprocessors);
+        launch_f32_form<Config<kKda, kVFirst, R, 4, 2>>(p, multiprocessors);
     else
-        launch_config<Config<kKda, State, kVFirst, R, 1, kCtas>>(p, multiprocessors);
+        launch_f32_form<Config<kKda, kVFirst, R, 1, 3>>(p, multiprocessors);
 }
 
-template <bool kKda, class State, bool kVFirst>
+// Few states: two CTAs on an SM at most.
+template <bool kKda, bool kVFirst, int R, int kTerms>
+void launch_bf16_form(const DeltaParams &p, int multiprocessors) {
+    using Few = Bf16Config<kKda, kVFirst, R, kTerms, 64, 1, 2>;
+    using Many = Bf16Config<kKda, kVFirst, R, kTerms, 128, R == 16 ? 2 : 1, R == 16 && kTerms == 2 ? 3 : 4>;
+    if (p.N * p.HV * Few::kSlices <= 2 * multiprocessors || !boxes_fit(p))
+        launch("delta_verify_few_kernel", delta_verify_few_kernel<Few>, shape<Few>(p, sizeof(Bf16Smem<Few>)), parameters(p));
+    else
+        launch("delta_verify_many_kernel", delta_verify_many_kernel<Many>, shape<Many>(p, sizeof(Bf16Smem<Many>)),
+               parameters(p), maps_of<Many>(p));
+}
+
+template <bool kKda, bool kVFirst, int R>
+void launch_bf16(const DeltaParams &p, int multiprocessors) {
+    if constexpr (!kKda)
+        if (p.q.dtype == DType::BF16) return launch_bf16_form<kKda, kVFirst, R, 1>(p, multiprocessors);
+    launch_bf16_form<kKda, kVFirst, R, 2>(p, multiprocessors);
+}
+
+template <bool kKda, bool kVFirst>
 void launch_layout(const DeltaParams &p, int multiprocessors) {
-    if (p.T <= 4) return launch_tokens<kKda, State, kVFirst, 4>(p, multiprocessors);
-    if (p.T <= 8) return launch_tokens<kKda, State, kVFirst, 8>(p, multiprocessors);
-    launch_tokens<kKda, State, kVFirst, 16>(p, multiprocessors);
+    if (p.state_in.dtype == DType::BF16)
+        p.T <= 8 ? launch_bf16<kKda, kVFirst, 8>(p, multiprocessors) : launch_bf16<kKda, kVFirst, 16>(p, multiprocessors);
+    else if (p.T <= 4)
+        launch_f32<kKda, kVFirst, 4>(p, multiprocessors);
+    else
+        p.T <= 8 ? launch_f32<kKda, kVFirst, 8>(p, multiprocessors) : launch_f32<kKda, kVFirst, 16>(p, multiprocessors);
 }
 
 template <bool kKda>
 void launch_verify(const DeltaParams &p, int multiprocessors) {
     DeviceGuard guard(p.device);
-    bool v_first = p.state_in.stride[2] == 1;
-    if (p.state_in.dtype == DType::F32)
-        v_first ? launch_layout<kKda, float, true>(p, multiprocessors) : launch_layout<kKda, float, false>(p, multiprocessors);
-    else
-        v_first ? launch_layout<kKda, __nv_bfloat16, true>(p, multiprocessors)
-                : launch_layout<kKda, __nv_bfloat16, false>(p, multiprocessors);
+    p.state_in.stride[2] == 1 ? launch_layout<kKda, true>(p, multiprocessors) : launch_layout<kKda, false>(p, multiprocessors);
 }
 
 }  // namespace linattn::cuda::delta_verify

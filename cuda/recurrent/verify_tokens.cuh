@@ -11,23 +11,21 @@ namespace linattn::cuda::delta_verify {
 
 using delta_decode_one::Choices;
 using delta_decode_one::HeadView;
+using delta_decode_one::Known;
 using delta_decode_one::Options;
 using delta_decode_one::Row;
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-template <bool kKdaGate, class StateT, bool kVFirstOrder, int kMostTokens, int kWarpsOfColumn, int kCtas>
+template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kWarpsOfColumn, int kCtas>
 struct Config {
     static constexpr int D = 128, R = kMostTokens, kParts = kWarpsOfColumn, kResident = kCtas;
     static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
-    using State = StateT;
-    static constexpr bool kF32 = sizeof(State) == 4;
     static constexpr int kWarps = 4, kThreads = 32 * kWarps;
     static constexpr int kWidth = 32 * kWarps / kParts, kSlices = D / kWidth;
-    static constexpr int kSteps = D / kParts / 16;      // 16 rows of K each, of a warp
-    static constexpr int kTiles = R / 4;                // 8 rows of X each
-    static constexpr bool kWide = kVFirst && !kF32;     // 8 rows of K side by side in a lane
-    static constexpr int kXRow = D + (kWide ? 4 : 16);  // floats; a fragment's loads without bank conflicts
+    static constexpr int kSteps = D / kParts / 16;  // 16 rows of K each, of a warp
+    static constexpr int kTiles = R / 4;            // 8 rows of X each
+    static constexpr int kXRow = D + 16;            // floats; a fragment's loads without bank conflicts
     static constexpr int kZRow = kWidth + 4;
 };
 
@@ -95,6 +93,19 @@ __device__ __forceinline__ void copy_tokens(const Params &p, const Choices &c, S
     ptx::cp_async_commit_group();
 }
 
+// GDN's G of token `lane`, of a warp, from its gate as loaded.
+template <int R>
+__device__ __forceinline__ float decays_so_far(const Choices &c, bool valid, uint32_t g, uint32_t bias, uint32_t a_log) {
+    float G = valid ? kLog2e * log_decay(c, gate_input(c, g, bias), gate_amplitude(c, a_log)) : 0.0f;
+    if (G < -128.0f) G = -128.0f;  // 0 as a factor, and -inf - -inf is none
+#pragma unroll
+    for (int distance = 1; distance < R; distance *= 2) {
+        float before = __shfl_up_sync(0xffffffffu, G, distance);
+        if (static_cast<int>(threadIdx.x % 32) >= distance) G += before;
+    }
+    return G;
+}
+
 // beta and GDN's log decays, by one warp, a lane a token; as loaded, then in shared memory.
 template <class C>
 struct Scalars {
@@ -115,13 +126,7 @@ struct Scalars {
         bool valid = t < p.tokens;
         if (t < C::R) smem.beta[t] = valid ? beta_value(c, beta) : 0.0f;
         if constexpr (!C::kKda) {
-            float G = valid ? kLog2e * log_decay(c, gate_input(c, g, bias), gate_amplitude(c, a_log)) : 0.0f;
-            if (G < -128.0f) G = -128.0f;  // 0 as a factor, and -inf - -inf is none
-#pragma unroll
-            for (int distance = 1; distance < C::R; distance *= 2) {
-                float before = __shfl_up_sync(0xffffffffu, G, distance);
-                if (t % 32 >= distance) G += before;
-            }
+            float G = decays_so_far<C::R>(c, valid, g, bias, a_log);
             if (t < C::R) smem.G[t] = G;
         }
     }

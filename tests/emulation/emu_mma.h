@@ -31,6 +31,9 @@ inline void matrix_store(uint32_t a, const uint32_t *r, bool trans, int n) {
         }
     warp();
 }
+inline void ldmatrix_x2(uint32_t (&r)[2], uint32_t a) { matrix_load(r, a, false, 2); }
+inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t a) { matrix_load(r, a, true, 2); }
+inline void stmatrix_x2_trans(uint32_t a, const uint32_t (&r)[2]) { matrix_store(a, r, true, 2); }
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t a) { matrix_load(r, a, false, 4); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t a) { matrix_load(r, a, true, 4); }
 inline void stmatrix_x4(uint32_t a, const uint32_t (&r)[4]) { matrix_store(a, r, false, 4); }

@@ -6,19 +6,31 @@
 #include "emu.h"
 #include "tensor.h"
 namespace linattn::ptx {
-inline std::map<Fiber *, std::vector<std::function<void()>>> copies;
+using Group = std::vector<std::function<void()>>;
+inline std::map<Fiber *, std::deque<Group>> copies;  // of a thread, by groups; the last is open
+inline std::deque<Group> &groups() {
+    auto &of = copies[cur];
+    if (of.empty()) of.emplace_back();
+    return of;
+}
 inline void cp_async_16(uint32_t d, const void *s) {
     if (d % 16 || (uintptr_t)s % 16) abort();
     memset(at(d), 0xff, 16);
-    copies[cur].push_back([=] { memcpy(at(d), s, 16); });
+    groups().back().push_back([=] { memcpy(at(d), s, 16); });
 }
-inline void cp_async_commit_group() {}
+inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t bytes) {
+    if (bytes) return cp_async_16(d, s);
+    if (d % 16) abort();
+    groups().back().push_back([=] { memset(at(d), 0, 16); });
+}
+inline void cp_async_commit_group() { groups().emplace_back(); }
 template <int n>
 void cp_async_wait_group() {
-    static_assert(n == 0);
     for (int i = 0; i < 7; i++) yield();
-    for (auto &f : copies[cur]) f();
-    copies[cur].clear();
+    while ((int)groups().size() > n + 1) {
+        for (auto &f : groups().front()) f();
+        groups().pop_front();
+    }
     progress++;
 }
 inline void cp_async_bulk_prefetch(const void *g, uint32_t n) {

@@ -1,0 +1,428 @@
+// The tokens of a draft for states in bf16 (delta_verify_bf16.cuh): the copies, X and Y, and from their products to P.
+#pragma once
+#include "common/swizzle.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "verify_tokens.cuh"
+
+namespace linattn::cuda::delta_verify {
+
+template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kTermsOfX, int kColumns, int kTilesOfWarp, int kCtas>
+struct Bf16Config {
+    static constexpr int D = 128, R = kMostTokens, kTerms = kTermsOfX, kWidth = kColumns, kResident = kCtas;
+    static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
+    static constexpr bool kTma = kWidth == D;    // many states
+    static constexpr int kTiles = kTilesOfWarp;  // of 16 columns of V, of a warp
+    static constexpr int kWarps = kWidth / 16 / kTiles, kThreads = 32 * kWarps, kSlices = D / kWidth;
+    static constexpr int kUnits = D / 16 / kWarps;              // of 16 channels, of a warp
+    static constexpr int kGroup = R / 4;                        // tokens of a lane
+    using X = SmemTile<2 * R * kTerms, D, ptx::Swizzle::B128>;  // of each term: rows of k, rows of q
+    using Y = SmemTile<R, D, ptx::Swizzle::B128>;
+    using V = SmemTile<R, kWidth, ptx::Swizzle::B128>;
+    using S = SmemTile<kVFirst ? 64 : D, kVFirst ? D : 64, ptx::Swizzle::B128>;  // of a warpgroup
+    static constexpr int kLow = 2 * R * 128;  // bytes from a number's high term to its low one
+    static_assert(R == 8 || kWarps == 4, "sums of products are of four warps' channels");
+};
+
+template <class C>
+struct Bf16Smem {
+    alignas(1024) char S[C::kWidth / 64][C::S::kBytes];
+    char x[C::X::kBytes];                    // as copied: q and k in the high term, g in the low one
+    char y[C::kKda ? 2 * C::Y::kBytes : 0];  // terms of k_j / E_j; GDN has k itself
+    char v[C::V::kBytes];                    // then o
+    alignas(16) float A[C::R][C::R + 4], Q[C::R][C::R + 4];
+    union {
+        alignas(16) float product[C::R == 16 ? 4 : 8][2 * C::R][C::R];  // of the channels of a warp (R = 8: 16 channels)
+        alignas(16) uint16_t p[2][C::R / 8][C::R][8];                   // then terms of P, [j / 8][i][j % 8]
+    };
+    float square[8][2 * C::R];  // of 16 channels of the rows of k and q
+    float4 factor[C::R];        // of v and k S in W; of q S and of Q in o
+    alignas(16) float c[C::R], G[C::kKda ? 4 : C::R];
+    uint64_t arrived[2];  // many states: tokens, state
+};
+
+// Boxes of 64 numbers (f32 gates: 32) of all tokens of a head, of the state's rows in a panel.
+struct Maps {
+    CUtensorMap q, k, v, g, state;
+};
+
+// middle(), rounded before anything is added to it: few and many states have to have the same bits, so nothing here is left to be
+// fused or not; products that sums take are rounded by name.
+__device__ __forceinline__ float center(const Params &p) {
+    return __fmul_rn(0.5f * kLog2e * p.lower_bound, static_cast<float>(p.tokens));
+}
+
+__device__ __forceinline__ uint32_t lane_of() { return threadIdx.x % 32; }
+
+// f32 gates lie in boxes of 32 channels: in the low term of k, then of q, of one panel. Where a unit of 16 begins.
+template <class C>
+__device__ __forceinline__ uint32_t f32_gate_offset(int unit, int token, int chunk) {
+    return C::X::offset(2 * C::R + unit / 2 % 2 * C::R + token, 64 * (unit / 4) + 32 * (unit % 2) + 8 * chunk);
+}
+
+// Few states: by each warp its channels of k, q and g, and its columns of v. Rows past the tokens are zero.
+template <class C>
+__device__ __forceinline__ void copy_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, uint32_t n, uint32_t head,
+                                           uint32_t v_cta) {
+    uint32_t key = head * p.key_of >> 16, lane = lane_of(), warp = threadIdx.x / 32, part = lane % 2;
+    uint32_t x = ptx::shared_address(smem.x);
+    bool f32 = C::kKda && c.g.dtype == DType::F32;
+#pragma unroll
+    for (uint32_t first = 0; first < 2 * C::R; first += 16) {
+        uint32_t row = first + lane / 2, half = row / C::R, to_t = row % C::R, bytes = to_t < p.tokens ? 16 : 0;
+        uint32_t t = bytes ? to_t : 0;
+        const char *from = half == 0 ? p.k.at(n, t, key) : p.q.at(n, t, key);
+#pragma unroll
+        for (int i = 0; i < C::kUnits; ++i) {
+            uint32_t unit = warp + i * C::kWarps;
+            ptx::cp_async_16_zfill(x + C::X::offset(row, 16 * unit + 8 * part), from + 32 * unit + 16 * part, bytes);
+            if (!C::kKda) continue;
+            const char *g = p.g.at(n, t, head);
+            if (f32)
+                ptx::cp_async_16_zfill(x + f32_gate_offset<C>(unit, to_t, 2 * half + part),
+                                       g + 64 * unit + 32 * half + 16 * part, bytes);
+            else if (half == 0)
+                ptx::cp_async_16_zfill(x + C::X::offset(row, 16 * unit + 8 * part) + C::kLow, g + 32 * unit + 16 * part, bytes);
+        }
+        if (half == 0)
+            ptx::cp_async_16_zfill(ptx::shared_address(smem.v) + C::V::offset(to_t, 16 * warp + 8 * part),
+                                   p.v.at(n, t, head) + 2 * v_cta + 32 * warp + 16 * part, bytes);
+    }
+    ptx::cp_async_commit_group();
+}
+
+template <class C>
+__device__ __forceinline__ void copy_state(Bf16Smem<C> &smem, const char *state) {  // of the CTA's first column
+    constexpr int kRowChunks = C::kVFirst ? C::D / 8 : C::kWidth / 8, kRows = C::kThreads / kRowChunks;
+    uint32_t chunk = threadIdx.x % kRowChunks, row = threadIdx.x / kRowChunks;
+    uint32_t to = ptx::shared_address(smem.S) + C::S::offset(row, 8 * chunk);
+    const char *from = state + 2 * C::D * row + 16 * chunk;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) ptx::cp_async_16(to + i * kRows * 128, from + 2 * C::D * kRows * i);
+    ptx::cp_async_commit_group();
+}
+
+// Many states: by one thread, boxes that land where the few states' copies do; rows past the tokens are zero.
+template <class C>
+__device__ __forceinline__ void load_draft(const Params &p, const Choices &c, const Maps &maps, Bf16Smem<C> &smem, int n,
+                                           int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[0]), x = ptx::shared_address(smem.x),
+                   v = ptx::shared_address(smem.v);
+    const bool f32 = C::kKda && c.g.dtype == DType::F32;
+    const int key = head * p.key_of >> 16;
+    ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 5 : 4 : 3));
+#pragma unroll
+    for (int panel = 0; panel < 2; ++panel) {
+        uint32_t to = x + panel * C::X::kPanelStrideBytes;
+        ptx::cp_async_bulk_tensor_4d_load(to, &maps.k, barrier, 64 * panel, key, 0, n);
+        ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.q, barrier, 64 * panel, key, 0, n);
+        if constexpr (C::kKda) {
+            ptx::cp_async_bulk_tensor_4d_load(to + C::kLow, &maps.g, barrier, 64 * panel, head, 0, n);
+            if (f32)
+                ptx::cp_async_bulk_tensor_4d_load(to + C::kLow + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
+        }
+        ptx::cp_async_bulk_tensor_4d_load(v + panel * C::V::kPanelStrideBytes, &maps.v, barrier, 64 * panel, head, 0, n);
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
+    const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
+    ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
+#pragma unroll
+    for (int i = 0; i < (C::kVFirst ? 4 : 2); ++i)
+        ptx::cp_async_bulk_tensor_4d_load(to + i * C::S::kPanelStrideBytes, &maps.state, barrier,
+                                          C::kVFirst ? 64 * (i % 2) : 64 * i, head, C::kVFirst ? 64 * (i / 2) : 0, row);
+}
+
+// Of a lane's channels, as loaded.
+template <class C>
+struct PairGate {
+    uint32_t bias[C::kUnits][2] = {}, a_log = 0;
+    static __device__ __forceinline__ uint32_t channel(int unit) {
+        return 16 * (threadIdx.x / 32 + unit * C::kWarps) + 2 * (lane_of() % 8);
+    }
+    __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t head) {
+        if (c.A_log) a_log = c.A_log.load(p.A_log.at(head));
+        if (!c.dt_bias) return;
+        if constexpr (C::kKda) {
+#pragma unroll
+            for (int i = 0; i < C::kUnits; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) bias[i][e] = c.dt_bias.load(p.dt_bias.at(head), channel(i) + e);
+        } else {
+            bias[0][0] = c.dt_bias.load(p.dt_bias.at(head));
+        }
+    }
+};
+
+__device__ __forceinline__ float value_of(const Known &of, uint32_t bits) {
+    float x = __uint_as_float(of.dtype == DType::F32 ? bits : bits << 16);
+    return of.dtype == DType::F16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : x;
+}
+
+// Two numbers to two terms of bf16.
+struct Terms {
+    uint32_t high, low;
+    __device__ __forceinline__ Terms(float a, float b) {
+        high = ptx::cvt_rn_bf16x2(a, b);
+        low = ptx::cvt_rn_bf16x2(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
+    }
+};
+
+// Squares of the rows of k and q over 16 channels: diagonals of products of a fragment with itself.
+template <class C, class T>
+__device__ __forceinline__ void square_rows(Bf16Smem<C> &smem, int unit) {
+    int g = lane_of() / 4, c = lane_of() % 4;
+    uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(0, 16 * unit, lane_of());
+#pragma unroll
+    for (int first = 0; first < 2 * C::R; first += 16) {
+        uint32_t a[4];
+        float low[4] = {}, high[4] = {};
+        ptx::ldmatrix_x4(a, x + 128 * first);
+        ptx::mma_m16n8k16<T>(low, a, a[0], a[2]);
+        ptx::mma_m16n8k16<T>(high, a, a[1], a[3]);
+        if (c == g / 2) {
+            smem.square[unit][first + g] = g % 2 ? low[1] : low[0];
+            smem.square[unit][first + 8 + g] = g % 2 ? high[3] : high[2];
+        }
+    }
+}
+
+template <class C, bool kBf16, bool kF32Gate>
+__device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c, Bf16Smem<C> &smem, const PairGate<C> &gate) {
+    using T = std::conditional_t<kBf16, __nv_bfloat16, __half>;
+    const int pair = lane_of() % 8, group = lane_of() / 8, first = group * C::kGroup;
+    char *x = smem.x, *y = smem.y;
+    // Rows of a group begin at a multiple of kGroup: a row in it is an exclusive or of its place and of its swizzle at once.
+    constexpr uint32_t kNextRow = 128 | 16;
+    float slope = -kLog2e, bound = kLog2e * p.lower_bound;
+    if (c.A_log) slope *= fminf(ptx::ex2_approx_ftz(kLog2e * value_of(c.A_log, gate.a_log)), 1e30f);
+    float G[C::kUnits][C::kGroup][2];
+#pragma unroll
+    for (int i = 0; i < C::kUnits; ++i) {
+        int channel = gate.channel(i), unit = channel / 16;
+        float total[2] = {0.0f, 0.0f}, offset[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) offset[e] = c.dt_bias ? slope * value_of(c.dt_bias, gate.bias[i][e]) : 0.0f;
+#pragma unroll
+        for (int t = 0; t < C::kGroup; ++t) {
+            float z[2];
+            if constexpr (kF32Gate) {
+                float2 two = *reinterpret_cast<const float2 *>(
+                    x + (f32_gate_offset<C>(unit, first, pair / 2) + pair % 2 * 8 ^ t * kNextRow));
+                z[0] = two.x, z[1] = two.y;
+            } else {
+                uint32_t two = *reinterpret_cast<const uint32_t *>(x + (C::X::offset(first, channel) ^ t * kNextRow) + C::kLow);
+                z[0] = wide<kBf16>(two & 0xffffu), z[1] = wide<kBf16>(two >> 16);
+            }
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                G[i][t][e] = total[e] =
+                    fmaf(bound, ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(fmaf(slope, z[e], offset[e]))), total[e]);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // of the groups before
+            float below = __shfl_up_sync(0xffffffffu, total[e], 8);
+            if (group >= 1) total[e] += below;
+            below = __shfl_up_sync(0xffffffffu, total[e], 16);
+            if (group >= 2) total[e] += below;
+            below = __shfl_up_sync(0xffffffffu, total[e], 8);
+            below = (group ? below : 0.0f) - center(p);
+#pragma unroll
+            for (int t = 0; t < C::kGroup; ++t) G[i][t][e] += below;
+            if constexpr (C::kGroup == 4)  // an order of tokens without bank conflicts
+                if (group & 2) {
+                    float other = G[i][0][e];
+                    G[i][0][e] = G[i][2][e], G[i][2][e] = other, other = G[i][1][e];
+                    G[i][1][e] = G[i][3][e], G[i][3][e] = other;
+                }
+        }
+        square_rows<C, T>(smem, unit);
+    }
+    if constexpr (kF32Gate)
+        __syncthreads();  // other warps' gates lie where terms go
+    else
+        __syncwarp();
+#pragma unroll
+    for (int i = 0; i < C::kUnits; ++i)
+#pragma unroll
+        for (int t = 0; t < C::kGroup; ++t) {
+            const int channel = gate.channel(i), start = C::kGroup == 4 ? first ^ (group & 2) : first;
+            char *of_k = x + (C::X::offset(start, channel) ^ t * kNextRow), *of_q = of_k + C::R * 128;
+            uint32_t k = *reinterpret_cast<const uint32_t *>(of_k), q = *reinterpret_cast<const uint32_t *>(of_q);
+            float E[2], inverse[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) E[e] = ptx::ex2_approx_ftz(G[i][t][e]), inverse[e] = ptx::ex2_approx_ftz(-G[i][t][e]);
+            float k0 = wide<kBf16>(k & 0xffffu), k1 = wide<kBf16>(k >> 16);
+            auto store = [&](char *to, uint32_t low, float a, float b) {
+                Terms terms(a, b);
+                *reinterpret_cast<uint32_t *>(to) = terms.high;
+                *reinterpret_cast<uint32_t *>(to + low) = terms.low;
+            };
+            store(of_k, C::kLow, __fmul_rn(k0, E[0]), __fmul_rn(k1, E[1]));
+            store(of_q, C::kLow, __fmul_rn(wide<kBf16>(q & 0xffffu), E[0]), __fmul_rn(wide<kBf16>(q >> 16), E[1]));
+            store(y + (C::Y::offset(start, channel) ^ t * kNextRow), C::Y::kBytes, __fmul_rn(k0, inverse[0]),
+                  __fmul_rn(k1, inverse[1]));
+        }
+}
+
+// GDN: q and k as they are; f16 to two terms.
+template <class C>
+__device__ __forceinline__ void prepare_plain(Bf16Smem<C> &smem) {
+#pragma unroll
+    for (int i = 0; i < C::kUnits; ++i) {
+        int unit = threadIdx.x / 32 + i * C::kWarps;
+        if constexpr (C::kTerms == 1) {
+            square_rows<C, __nv_bfloat16>(smem, unit);
+        } else {
+            square_rows<C, __half>(smem, unit);
+            __syncwarp();
+#pragma unroll
+            for (int row = lane_of() / 8; row < 2 * C::R; row += 4) {
+                auto *at = reinterpret_cast<uint32_t *>(smem.x + C::X::offset(row, 16 * unit + 2 * (lane_of() % 8)));
+                Terms terms(wide<false>(*at & 0xffffu), wide<false>(*at >> 16));
+                at[0] = terms.high, at[C::kLow / 4] = terms.low;
+            }
+        }
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void prepare_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, const PairGate<C> &gate) {
+    bool bf16 = c.q.dtype == DType::BF16;
+    if constexpr (!C::kKda)
+        prepare_plain(smem);
+    else if (c.g.dtype == DType::F32)
+        bf16 ? prepare_pairs<C, true, true>(p, c, smem, gate) : prepare_pairs<C, false, true>(p, c, smem, gate);
+    else
+        bf16 ? prepare_pairs<C, true, false>(p, c, smem, gate) : prepare_pairs<C, false, false>(p, c, smem, gate);
+}
+
+// The warp's part of the products of tokens: rows of k and q by rows of Y, over its channels.
+template <class C>
+__device__ __forceinline__ void multiply_draft(Bf16Smem<C> &smem) {
+    using Y = std::conditional_t<C::kKda, typename C::Y, typename C::X>;
+    constexpr int kLowY = C::kKda ? C::Y::kBytes : C::kLow, kBlocks = C::R / 8;
+    const int lane = lane_of(), g = lane / 4, c = lane % 4, warp = threadIdx.x / 32;
+    float sum[kBlocks][kBlocks][2][4];
+#pragma unroll
+    for (int unit = 0; unit < C::kUnits; ++unit) {
+        const int channel = 16 * (warp + unit * C::kWarps);
+        uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(0, channel, lane), yh[4], yl[4];
+        uint32_t y = ptx::shared_address(C::kKda ? smem.y : smem.x);
+        if constexpr (C::R == 16) {
+            y += Y::block16_offset(0, channel, lane);
+            ptx::ldmatrix_x4(yh, y);
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(yl, y + kLowY);
+        } else {
+            y += (C::kTerms == 2 ? lane / 16 * kLowY : 0) + Y::offset(lane % 8, channel + lane / 8 % 2 * 8);
+            ptx::ldmatrix_x4(yh, y);
+            yl[0] = yh[2], yl[2] = yh[3], yh[2] = yh[1];
+        }
+#pragma unroll
+        for (int tile = 0; tile < kBlocks; ++tile) {
+            uint32_t xh[4], xl[4];
+            ptx::ldmatrix_x4(xh, x + 16 * 128 * tile);
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, x + 16 * 128 * tile + C::kLow);
+#pragma unroll
+            for (int j = 0; j < kBlocks; ++j) {
+                if (unit == 0 || C::R == 8)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sum[tile][j][0][e] = sum[tile][j][1][e] = 0.0f;
+                ptx::mma_m16n8k16<__nv_bfloat16>(sum[tile][j][0], xh, yh[j], yh[j + 2]);
+                if constexpr (C::kTerms == 2) {
+                    ptx::mma_m16n8k16<__nv_bfloat16>(sum[tile][j][1], xl, yh[j], yh[j + 2]);
+                    ptx::mma_m16n8k16<__nv_bfloat16>(sum[tile][j][1], xh, yl[j], yl[j + 2]);
+                }
+            }
+        }
+        if (C::R == 16 && unit < C::kUnits - 1) continue;
+#pragma unroll
+        for (int tile = 0; tile < kBlocks; ++tile)
+#pragma unroll
+            for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float (&of)[2][4] = sum[tile][j];
+                    *reinterpret_cast<float2 *>(
+                        &smem.product[C::R == 16 ? warp : channel / 16][16 * tile + 8 * half + g][8 * j + 2 * c]) =
+                        make_float2(of[0][2 * half] + of[1][2 * half], of[0][2 * half + 1] + of[1][2 * half + 1]);
+                }
+    }
+}
+
+// A / (beta |k_i| |k_j|) and Q / (scale |q_i| |k_j|) from the parts: four of a row a thread.
+template <class C>
+__device__ __forceinline__ void sum_products(Bf16Smem<C> &smem) {
+    constexpr int kInRow = C::R / 4, kParts = C::R == 16 ? 4 : 8;
+    if (threadIdx.x >= 2 * C::R * kInRow) return;
+    const int row = threadIdx.x / kInRow, j = threadIdx.x % kInRow * 4, of_q = row / C::R, i = row % C::R;
+    float x[4] = {};
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        float4 four = *reinterpret_cast<const float4 *>(&smem.product[part][row][j]);
+        x[0] += four.x, x[1] += four.y, x[2] += four.z, x[3] += four.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        if constexpr (!C::kKda) x[e] *= ptx::ex2_approx_ftz(smem.G[i] - smem.G[j + e]);
+        // A token that is no number has W that is none: begin_columns() sees to it, in A it would spoil earlier ones.
+        if (j + e >= i + of_q || (!of_q && !(x[e] * 0.0f == 0.0f))) x[e] = 0.0f;
+    }
+    *reinterpret_cast<float4 *>(&(of_q ? smem.Q : smem.A)[i][j]) = make_float4(x[0], x[1], x[2], x[3]);
+}
+
+// By one warp: what the norms, beta, scale and GDN's decays come to. With N = 1 / |k|: W' = N W, and P' (I + c A) = Q, c = N^2 beta.
+template <class C>
+__device__ __forceinline__ void scale_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, float beta) {
+    const int lane = lane_of();
+    float sum = 0.0f, norm = 1.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += smem.square[i][lane % (2 * C::R)];
+    if (c.qk_l2norm) norm = rsqrtf(sum + 1e-6f);
+    float of_q = p.scale * __shfl_sync(0xffffffffu, norm, (lane + C::R) % 32);
+    if (lane >= C::R) return;
+    float decay = ptx::ex2_approx_ftz(C::kKda ? center(p) : smem.G[C::kKda ? 0 : lane]), of_v = beta * norm, of_a = of_v * norm;
+    smem.factor[lane] = make_float4(of_v, of_a * decay, of_q * decay, of_q);
+    smem.c[lane] = of_a * 0.0f == 0.0f ? of_a : 0.0f;
+}
+
+// P (I + c A) = Q, a lane a row.
+template <class C>
+__device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
+    const int i = lane_of();
+    if (i >= C::R) return;
+    float row[C::R], c[C::R], scale = smem.factor[i].w;
+    auto fetch = [](float *to, const float *from) {
+        float4 four = *reinterpret_cast<const float4 *>(from);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    };
+#pragma unroll
+    for (int j = 0; j < C::R; j += 4) fetch(&row[j], &smem.Q[i][j]), fetch(&c[j], &smem.c[j]);
+#pragma unroll
+    for (int l = C::R - 1; l > 0; --l) {
+        float x = -__fmul_rn(row[l], c[l]);
+#pragma unroll
+        for (int j = 0; j < l; j += 4) {
+            float a[4];
+            fetch(a, &smem.A[l][j]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (j + e < l) row[j + e] = fmaf(x, a[e], row[j + e]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < C::R; j += 8) {
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            Terms terms(__fmul_rn(scale, row[j + 2 * e]), __fmul_rn(scale, row[j + 2 * e + 1]));
+            high[e] = terms.high, low[e] = terms.low;
+        }
+        *reinterpret_cast<uint4 *>(smem.p[0][j / 8][i]) = make_uint4(high[0], high[1], high[2], high[3]);
+        *reinterpret_cast<uint4 *>(smem.p[1][j / 8][i]) = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+}
+
+}  // namespace linattn::cuda::delta_verify
