@@ -122,6 +122,17 @@ def test_a_long_sequence_is_cut_beside_short_ones(gpu):
     check_cut(gpu, case, inputs, backward(gpu, case, inputs))
 
 
+@pytest.mark.xfail(
+    reason="dg of the 192 tokens of head 0: 1.4e-2, cut or not (docs/backward.md, Accuracy)"
+)
+def test_many_heads_of_k_64_beside_a_long_sequence(gpu):
+    case = Case("gdn", (4096, 192), 8, 32, 64, 64, "bf16")
+    inputs = make(case)
+    done = backward(gpu, case, inputs)
+    check_cut(gpu, case, inputs, done)
+    check_gradients(case, done, inputs)
+
+
 @pytest.mark.parametrize("length", [0.5, 1.7])
 def test_cut_sequences_forget_no_more_than_their_keys_allow(gpu, length):
     """Keys longer than 1 may lengthen a state faster than the gates shorten it."""
