@@ -33,12 +33,14 @@ alone=( # they skip themselves beside others
 )
 sanitizers() { # beside the suite: each takes one core
     for tool in synccheck initcheck memcheck; do
-        step $tool 120 compute-sanitizer --tool $tool --error-exitcode 1 python3 tests/sanitize.py
+        step $tool 180 compute-sanitizer --tool $tool --error-exitcode 1 python3 tests/sanitize.py
     done
-    if [ -n "${PYLINATTN_RACECHECK:-}" ]; then
-        step racecheck 300 env PYLINATTN_LIBRARY="$PYLINATTN_RACECHECK" \
-            compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py
-    fi
+    return $failed
+}
+
+racecheck() { # the slowest, so each family has a process
+    step "race-$1" 400 env PYLINATTN_LIBRARY="$PYLINATTN_RACECHECK" \
+        compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py "$1"
     return $failed
 }
 
@@ -52,13 +54,19 @@ against_fla() { # a process for each test of gradients, whose kernels FLA compil
 step parts 120 "${many[@]}" tests/gpu_parts
 sanitizers >"$logs/sanitizers.log" &
 beside=($!)
+if [ -n "${PYLINATTN_RACECHECK:-}" ]; then
+    for family in gdn kda; do
+        racecheck $family >"$logs/race-$family.out" &
+        beside+=($!)
+    done
+fi
 if python3 -c "import fla" 2>/dev/null; then
     against_fla >"$logs/against_fla.log" &
     beside+=($!)
 fi
 step suite 500 "${many[@]}" -m gpu tests --ignore tests/test_gpu_fla.py
 for process in "${beside[@]}"; do wait "$process" || failed=1; done
-cat "$logs/sanitizers.log"
+cat "$logs/sanitizers.log" "$logs"/race-*.out 2>/dev/null
 [ -e "$logs/against_fla.log" ] && cat "$logs/against_fla.log"
 step alone 60 python3 -m pytest -q -p no:cacheprovider "${alone[@]}"
 echo "logs in $logs"
