@@ -1,8 +1,8 @@
 // Between the first and the second kernel of the chunked GDN backward: how long sequences of few heads are cut (gdn_bwd_cut.cuh); and
 // the join of their segments. One CTA per sequence and head; per sequence, head, direction and 8 columns of V.
-#include "common/join.cuh"
 #include "common/launch.h"
 #include "gdn_bwd.cuh"
+#include "gdn_bwd_join.cuh"
 
 namespace linattn::cuda::gdn_bwd {
 

@@ -205,14 +205,24 @@ struct Scan {
         }
     }
     // By the computing warps: a stage has been read. To the loaders of all CTAs whose copies land in it, by way of this CTA's: an arrival
-    // at another CTA's barrier takes long.
-    static __device__ __forceinline__ void give_back(int stage) { ptx::bar_arrive(kRead + stage, kWithStorer); }
-    __device__ __forceinline__ void pass_back(int stage, int lane) const {
-        ptx::bar_sync(kRead + stage, kWithStorer);
-        if (lane != 0) return;
+    // at another CTA's barrier takes long. Racecheck does not follow a barrier that some warps only arrive at: in its build
+    // (common/pipeline.cuh) each thread tells all of them.
+    static constexpr bool kEachTells = kWarpArrivals == 32;
+    __device__ __forceinline__ void tell(int stage) const {
         const uint32_t barrier = ring.empty(stage);
         if (ptx::cluster_nctarank() == 1) return ptx::mbarrier_arrive(barrier);
         for (uint32_t rank = 0; rank < C::kHalves; rank++) ptx::mbarrier_arrive_cluster_release_cta(ptx::mapa(barrier, rank));
+    }
+    __device__ __forceinline__ void give_back(int stage) const {
+        if constexpr (kEachTells)
+            tell(stage);
+        else
+            ptx::bar_arrive(kRead + stage, kWithStorer);
+    }
+    __device__ __forceinline__ void pass_back(int stage, int lane) const {
+        if constexpr (kEachTells) return;
+        ptx::bar_sync(kRead + stage, kWithStorer);
+        if (lane == 0) tell(stage);
     }
 
     // S, before the chunk, becomes S after it; true on overflow. Barriers are waited for where no product is under way, and S is
@@ -386,7 +396,7 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     job.first_chunk = call.exact.w.chunk_start[job.item.n];
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
-    if (threadIdx.x == 0) scan.ring.init(1 + 32, ptx::cluster_nctarank());
+    if (threadIdx.x == 0) scan.ring.init(1 + 32, ptx::cluster_nctarank() * (Scan<C>::kEachTells ? 128 : 1));
     if (job.no_v) {
         for (int i = threadIdx.x; i < kStages * Scan<C>::Half::kBytes / 16; i += kScanThreads) {
             constexpr int kUnits = Scan<C>::Half::kBytes / 16;
