@@ -99,7 +99,9 @@ def test_prefill_then_decode_is_a_longer_prefill(generator, family, D, dtype, or
 def test_a_short_forward_has_the_bits_of_decode(generator, family, D, dtype, order):
     """From one pool to another, where the states are laid out alike; with other states or more tokens it works in chunks."""
     HV = 4
-    rows, to_rows = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([4, -1, 0], [3, -1, 1]))
+    rows, to_rows = (
+        torch.tensor(x, dtype=torch.int32, device=CUDA) for x in ([4, -1, 0], [3, -1, 1])
+    )
     other = "k_first" if order == "v_first" else "v_first"
     for T in (1, 3, 4):
         x = random_inputs(family, 3, T, 2, HV, D, generator)
