@@ -202,9 +202,7 @@ _direct = {"gdn": _direct_of("gdn", False), "kda": _direct_of("kda", True)}
 class _Delta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: str, per_channel: bool, *given: Any) -> tuple[Tensor, Any]:
-        ctx.save_for_backward(*given[:9])
-        ctx.per_channel, ctx.options = per_channel, Options(*given[9:-1])
-        ctx.set_materialize_grads(False)
+        _remember(ctx, per_channel, given)
         if not torch.compiler.is_compiling():
             direct = _direct["kda" if per_channel else "gdn"]
             done = direct(function, False, given[:9], ctx.options, given[-1])
@@ -217,17 +215,34 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
-        x = Arrays(*ctx.saved_tensors)
-        if d_o is None:
-            d_o = torch.zeros_like(x.v)
+        given = _given_back(ctx, d_o, d_final)
         op = _kda_bwd if ctx.per_channel else _gdn_bwd
-        if not torch.compiler.is_compiling() and _unseen(*x, d_o, d_final):
+        if not torch.compiler.is_compiling() and _unseen(*given):
             op = _kda_backward if ctx.per_channel else _gdn_backward
-        *of_tensors, d_initial, dA_log, ddt_bias = op(*x, d_o, d_final, *ctx.options)
-        return (
-            None, None, *of_tensors, _as(d_initial, x.initial_state), None, _as(dA_log, x.A_log),
-            _as(ddt_bias, x.dt_bias), *(None,) * (len(ctx.options) + 1),
-        )  # fmt: skip
+        return _slopes(ctx, op(*given, *ctx.options))
+
+
+def _remember(ctx: Any, per_channel: bool, given: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*given[:9])
+    ctx.per_channel, ctx.options, ctx.has_final = per_channel, Options(*given[9:-1]), given[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _given_back(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
+    """The tensors of the backward op."""
+    x = Arrays(*ctx.saved_tensors)
+    # A compiled backward gives zeros for an output that has no gradient: here an empty final state.
+    return (*x, torch.zeros_like(x.v) if d_o is None else d_o, d_final if ctx.has_final else None)
+
+
+def _slopes(ctx: Any, made: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """A gradient, or None, for each argument of the autograd.Function."""
+    x = Arrays(*ctx.saved_tensors)
+    *of_tensors, d_initial, dA_log, ddt_bias = made
+    return (
+        None, None, *of_tensors, _as(d_initial, x.initial_state), None, _as(dA_log, x.A_log),
+        _as(ddt_bias, x.dt_bias), *(None,) * (len(ctx.options) + 1),
+    )  # fmt: skip
 
 
 def _as(gradient: Tensor, x: Tensor | None) -> Tensor | None:
