@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _fla_args as fla
 from . import ops
 from ._direct import Direct, decodes, watched
 from ._fla_args import Arrays, Options
+from ._lib import LinattnUnsupportedError
 
 _STATES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -196,6 +198,7 @@ def _direct_of(family: str, per_channel: bool) -> Callable[..., tuple[Tensor, An
 
 
 _watched = watched(torch)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
 _direct = {"gdn": _direct_of("gdn", False), "kda": _direct_of("kda", True)}
 
 
@@ -220,6 +223,71 @@ class _Delta(torch.autograd.Function):
         if not torch.compiler.is_compiling() and _unseen(*given):
             op = _kda_backward if ctx.per_channel else _gdn_backward
         return _slopes(ctx, op(*given, *ctx.options))
+
+
+class _Transformed(torch.autograd.Function):
+    """The same under a transform of torch.func, which asks for the context apart, and in forward mode, which is refused."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: str, per_channel: bool, *given: Any) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = (_kda_fwd if per_channel else _gdn_fwd)(*given)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _remember(ctx, inputs[1], inputs[2:])
+        if not ctx.has_final:
+            ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
+        given = _given_back(ctx, d_o, d_final)
+        return _slopes(ctx, _Slope.apply(ctx.per_channel, *given, *ctx.options))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative("kda_fwd" if ctx.per_channel else "gdn_fwd", "forward-mode derivative")
+
+
+class _Slope(torch.autograd.Function):
+    """The backward there: a transform always asks for a graph of it, which ends here."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(per_channel: bool, *given: Any) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = (_kda_bwd if per_channel else _gdn_bwd)(*given)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.per_channel = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _no_derivative("kda_bwd" if ctx.per_channel else "gdn_bwd", "gradient")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative("kda_bwd" if ctx.per_channel else "gdn_bwd", "forward-mode derivative")
+
+
+def _no_derivative(op: str, what: str) -> LinattnUnsupportedError:
+    return LinattnUnsupportedError(
+        f"{op}: it has no {what}; gdn_fwd and kda_fwd have gradients, in reverse mode and once"
+    )
+
+
+def _transformed() -> bool:
+    """Is the call inside a transform that wants derivatives or maps? torch.compile asks when it traces."""
+    of_values = torch._C._functorch.TransformType.Functionalize
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(x.key() != of_values for x in levels)
+
+
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _remember(ctx: Any, per_channel: bool, given: tuple[Any, ...]) -> None:
@@ -256,6 +324,7 @@ def _unseen(*tensors: Tensor | None) -> bool:
         not _watched()
         and not records(tensors)
         and all(x is None or (type(x) in plain and not x.is_neg()) for x in tensors)
+        and not any(x is not None and _is_batched(x) for x in tensors[-2:])  # the gradients alone
     )
 
 
@@ -277,7 +346,14 @@ def run(
             return done
     options = Options(*given_options)
     x = checked(function, per_channel, Arrays(*given), options)
-    if records(x):
+    compiling = torch.compiler.is_compiling()
+    if _transformed() and (torch.is_grad_enabled() or not compiling):
+        if compiling:  # which would trace the op alone, without its gradient
+            raise LinattnUnsupportedError(
+                f"{function}: it cannot be traced by torch.compile inside a transform of torch.func"
+            )
+        o, final = _Transformed.apply(function, per_channel, *x, *options, output_final_state)
+    elif records(x):
         o, final = _Delta.apply(function, per_channel, *x, *options, output_final_state)
     else:
         if recurrent and decodes(x.q, x.cu_seqlens):
