@@ -186,6 +186,17 @@ def test_odd_lengths_have_the_same_outcome(wrong):
     check(got == want, f"{wrong}: {got}, one by one {want}")
 
 
+@pytest.mark.parametrize("initial", [False, True])
+def test_write_indices_need_a_final_state(initial):
+    """Of a table of rows no size of a pool is known; rows that it leaves out would not be written."""
+    x = inputs("gdn", tokens=4)
+    more = dict(initial_state=x["state"][:B]) if initial else {}
+    with pytest.raises(ValueError, match="write_indices is given, but final_state is not"):
+        pylinattn.gdn_fwd(
+            *x["plain"], write_indices=torch.tensor([-1] * B), output_final_state=True, **more
+        )
+
+
 def test_nothing_is_allocated_for_tensors_without_memory():
     shape = (1, 1 << 40, 2, 8)
     x = torch.empty(shape, device="meta")
