@@ -196,9 +196,12 @@ class Exchange:
         torch = self.torch
         return torch.float64 if q.dtype is torch.float64 else torch.float32
 
-    def wide(self, q: Array, x: Array) -> Array:
-        """A new row-major array with the shape of `x`."""
-        return self.torch.empty(x.shape, dtype=self.wide_dtype(q), device=q.device)
+    def wide(self, q: Array, x: Array) -> Array | None:
+        """A new row-major array with the shape of `x`; None if that has none."""
+        try:
+            return self.torch.empty(x.shape, dtype=self.wide_dtype(q), device=q.device)
+        except RuntimeError:  # of a nested tensor
+            return None
 
     def like(self, x: Array, zeros: bool = False) -> Array:
         """A new row-major array with the shape and dtype of `x`."""
