@@ -106,6 +106,9 @@ class Library:
 
     copies_back = False  # outputs are written in buffers of another library, and handed back after
 
+    def check_type(self, cls: type, caller: Caller, name: str) -> None:
+        """Refuse array types that are more than what the library reads of them."""
+
     def borrow(self, x: Array, caller: Caller, name: str, write: bool) -> Borrowed:
         return self.borrow_on(x, caller, name, write, LEGACY_DEFAULT_STREAM)
 

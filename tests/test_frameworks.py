@@ -94,6 +94,11 @@ def test_numpy_subclasses_and_structs(plain, tmp_path):
     done = fwd(inputs | {"q": mapped}, output_final_state=True)
     same(done, plain)
     check(type(done.o) is np.ndarray, f"o of a memory map is {type(done.o)}")
+    for name in ("q", "v"):
+        masked = np.ma.masked_less(inputs[name], 0)
+        with pytest.raises(TypeError, match=rf"\b{name}\b.*mask"):
+            fwd(inputs | {name: masked})
+        same(fwd(inputs | {name: masked.data}, output_final_state=True), plain)
     record = np.zeros(inputs["g"].shape, [("g", np.float32), ("beta", np.float32), ("x", np.int16)])
     record["g"] = inputs["g"]
     with pytest.raises(
@@ -103,7 +108,11 @@ def test_numpy_subclasses_and_structs(plain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.int32, np.complex64, np.bool_, np.uint16, ">f4", object, "V2"]
+    "dtype",
+    [
+        *(np.int32, np.complex64, np.bool_, np.uint16, ">f4", object, "V2"),
+        np.dtype(ml_dtypes.bfloat16).newbyteorder(),
+    ],
 )
 def test_dtypes_that_are_refused(dtype):
     inputs = numpy_inputs()
