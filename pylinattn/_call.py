@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -208,21 +207,6 @@ class Call(Caller):
             return self.number("scale", scale)
         shape = self.first[1].shape
         return shape[-1] ** -0.5 if shape[-1] else 1.0
-
-    def number(self, name: str, value: float) -> float:
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise self.type_error(name, f"is {value!r}; a number is expected") from None
-
-    def integer(self, name: str, value: int) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise self.type_error(name, f"is {value!r}; an integer is expected") from None
-        if not -(2**31) <= number < 2**31:
-            raise self.value_error(name, f"is {value}, which does not fit in 32 bits")
-        return number
 
     def choice(self, name: str, value: str, choices: dict[str, int]) -> int:
         code = choices.get(value) if isinstance(value, str) else None

@@ -16,6 +16,7 @@ from ._lib import BETA_FORMS, GATES, ffi, lib, library_path, raise_status
 if TYPE_CHECKING:
     from ._call import Op
 
+_NUMBERS = (float, int)
 _CAPSULE = b"dlpack_exchange_api"
 _MAJOR = 1
 # Where CPython keeps the items of a tuple, and the type of an object.
@@ -93,9 +94,15 @@ class Exchange:
         `more` are the scalars behind beta_form but for the stream; None for one that is not plain.
         """
         try:
+            if scale is None:
+                scale = arrays[0].shape[3] ** -0.5
+            if lower_bound is None:
+                lower_bound = 0.0
+            if not (isinstance(scale, _NUMBERS) and isinstance(lower_bound, _NUMBERS)):
+                return False
             scalars = (
-                arrays[0].shape[3] ** -0.5 if scale is None else scale,
-                0.0 if lower_bound is None else lower_bound,
+                scale,
+                lower_bound,
                 1 if qk_l2norm else 0,
                 GATES[gate],
                 BETA_FORMS[beta_form],

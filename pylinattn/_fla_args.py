@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+from ._layout import Caller
 from ._lib import LinattnTypeError, LinattnUnsupportedError, LinattnValueError
 
 CHECKPOINT = 64  # tokens of a chunk, after which chunk_kda can return its state
@@ -102,8 +103,10 @@ def safe_gate(function: str, safe: bool, gate_inside: bool, lower_bound: float |
         )
 
 
-def scale(given: float | None, q: Any) -> float:
-    return float(q.size(-1) ** -0.5 if given is None else given)
+def scale(function: str, given: float | None, q: Any) -> float:
+    if given is None:
+        return float(q.size(-1) ** -0.5)
+    return given if type(given) is float else Caller(function).number("scale", given)
 
 
 def need_A_log(function: str, A_log: Any) -> Any:

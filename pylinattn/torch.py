@@ -137,7 +137,7 @@ def _gdn(
     else:
         A_log = dt_bias = None
     options = (
-        fla.scale(scale, q), 0.0, bool(qk_l2norm), "softplus" if gate_inside else "none",
+        fla.scale(name, scale, q), 0.0, bool(qk_l2norm), "softplus" if gate_inside else "none",
         fla.beta_form(name, sigmoid, neg_eigval), v_first,
     )  # fmt: skip
     x = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
@@ -253,7 +253,7 @@ def _kda(
         A_log = dt_bias = None
     bound = float(lower_bound or 0.0) if gate == "bounded" else 0.0
     form = fla.beta_form(name, sigmoid, neg_eigval)
-    options = (fla.scale(scale, q), bound, bool(qk_l2norm), gate, form, v_first)
+    options = (fla.scale(name, scale, q), bound, bool(qk_l2norm), gate, form, v_first)
     return (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias), options
 
 

@@ -6,6 +6,7 @@ import contextlib
 import struct
 import warnings
 
+import numpy as np
 import pytest
 from harness import check
 
@@ -206,8 +207,11 @@ def test_nothing_is_allocated_for_tensors_without_memory():
 
 
 OPTIONS = {
-    "scale": ("1/2", 0.0, None, 0.25, torch.tensor(0.25), [1]),
-    "lower_bound": (-5, None, "x"),
+    "scale": (
+        *("1/2", "0.5", b"1", 0.0, None, 0.25, 1, 10**400, torch.tensor(0.25), [1]),
+        *(np.float32(0.3), torch.tensor(0.25, requires_grad=True)),
+    ),
+    "lower_bound": (-5, None, "x", "-5"),
     "qk_l2norm": (True, 1, 2, None, ""),
     "gate": ("softplus", "hard", None, [1]),
     "beta_form": ("logits", "logits_x2", 3),
@@ -227,6 +231,17 @@ def test_options_have_the_same_outcome(name):
         with one_by_one():
             want = outcome(call)
         check(got == want, f"{name}={value!r}: {got}, one by one {want}")
+
+
+def test_a_learned_scale_is_refused():
+    """Its gradient would be lost, here and in FLA's functions, which take the same way to the library."""
+    import pylinattn.torch as ours
+
+    x, learned = inputs("gdn")["plain"], torch.tensor(0.25, requires_grad=True)
+    for function in (pylinattn.gdn_fwd, ours.chunk_gated_delta_rule):
+        with pytest.raises(TypeError, match=r"\bscale\b.*requires grad"):
+            function(*x, scale=learned)
+        function(*x, scale=learned.item())
 
 
 def test_functorch_and_modes_have_the_same_outcome():

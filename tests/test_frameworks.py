@@ -181,6 +181,8 @@ def test_wrong_options_name_themselves():
         ("splits", -2),
         ("checkpoint_every", 63),
         ("scale", "big"),
+        ("scale", "0.5"),
+        ("scale", 10**400),
         ("scale", 0.0),
         ("lower_bound", 2.0),
     ):
@@ -217,6 +219,20 @@ def test_supports_answers_for_one_call():
             pylinattn.gdn_fwd(*positional, **inputs, o=o, **wrong)
         check(str(error.value) == no.reason, f"{no.reason} before, {error.value} in the call")
     check((o == 7.0).all(), "supports wrote o")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("K", "8"), ("K", 8.0), ("K", 2**70), ("V", None), ("device", f"cuda:{2**40}"), ("op", [])],
+    ids=str,
+)
+def test_supports_names_what_is_wrong(name, wrong):
+    question = dict(op="gdn_fwd", device="cpu", dtype="f32", K=8, V=8) | {name: wrong}
+    if wrong is None:  # as K
+        check(bool(pylinattn.supports(**question)), "V = None is refused")
+        return
+    with pytest.raises(pylinattn.LinattnError, match=rf"\b{name}\b"):
+        pylinattn.supports(**question)
 
 
 def test_errors_are_builtin_exceptions_too():
