@@ -61,6 +61,8 @@ class Torch(Library):
                 raise caller.type_error(
                     name, f"is a lazily negated view; give {name}.resolve_neg()"
                 )
+            if write:
+                caller.written = (*caller.written, x)
             return x.data_ptr(), layout
         except RuntimeError as error:  # sparse, or inside a functorch transform
             raise caller.type_error(
@@ -100,6 +102,10 @@ class Torch(Library):
 
     def swap_last(self, x: Array) -> Array:
         return x.transpose(2, 3)
+
+    def wrote(self, x: Array) -> None:
+        # Autograd then finds a tensor that it saved before and that is no longer the same.
+        self.torch.autograd.graph.increment_version(x)
 
     def check_type(self, cls: Any, caller: Caller, name: str) -> None:
         """Refuses subclasses that only stand for memory (fake, distributed and wrapper tensors)."""

@@ -74,7 +74,8 @@ def _bwd(
             scale, lower_bound, qk_l2norm, gate, beta_form, 0 if save == "nothing" else None,
             0 if splits == "auto" else None, bool(checked),
         )  # fmt: skip
-        if gradients is not None and exchange.run(op, arrays, *options):
+        written = [x for x in given if x is not None]
+        if gradients is not None and exchange.run(op, arrays, written, *options):
             return gradients
     call = Call(op, q, "q")
     take = call.take

@@ -48,6 +48,7 @@ class Op:
         "_tensor_fields",
         "_workspace_at",
         "_workspace_bytes",
+        "launches",
         "name",
         "pack",
         "pack_scalars",
@@ -63,6 +64,7 @@ class Op:
         formats = [_FORMATS[field.type.cname] for _, field in args.fields]
         packer = struct.Struct("<" + "".join(formats))
         self.name = name
+        self.launches = True  # or is it only asked whether it would?
         self.size = ffi.sizeof(args)
         if packer.size != self.size:
             raise ImportError(
@@ -85,6 +87,7 @@ class Op:
     def without_launch(self) -> Op:
         """The same op, whose calls end with the checks of the workspace query."""
         op = copy.copy(self)
+        op.launches = False
         op.run = lambda args: self.query(args, ffi.new(_new_bytes_needed))
         return op
 
@@ -127,7 +130,7 @@ class Call(Caller):
     def __init__(self, op: Op, x: Array, name: str, write: bool = False) -> None:
         self.op = op
         self.op_name = op.name
-        self.lenders = ()
+        self.lenders = self.written = ()
         self._x = x
         self._made: tuple[Array, ...] = ()
         self._cls = cls = type(x)
@@ -191,6 +194,9 @@ class Call(Caller):
         status = op.run(args)
         if status:
             raise_status(status)
+        if op.launches:
+            for x in self.written:
+                libraries[type(x)].wrote(x)
         if self._on_gpu:
             self._library.finish(self.first[1].device_id)
 

@@ -144,6 +144,9 @@ class Library:
         """An output in the library of `like`, of which the op wrote a stand-in."""
         return x
 
+    def wrote(self, x: Array) -> None:
+        """Called after the launch for each array that borrow() put on the caller's list `written`."""
+
     def finish(self, device_id: int) -> None:
         """Called after the launch of a GPU call whose first array is of this library."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._dlpack import Array, capsule_address
@@ -79,6 +80,7 @@ class Exchange:
         self.is_compiling = torch.compiler.is_compiling
         self.records_gradients = torch.is_grad_enabled
         self.any_requires_grad = torch._C._any_requires_grad
+        self.wrote = torch._C._increment_version  # see Torch.wrote
         self._fresh = fresh
         # What torch's compiler allocates with: it parses no keywords and dispatches nothing.
         self._empty_cpu = torch._C._dynamo.guards._empty_strided_cpu
@@ -86,12 +88,13 @@ class Exchange:
         self._one_device: bool | None = None
 
     def run(
-        self, op: Op, arrays: tuple[Any, ...], scale: Any, lower_bound: Any, qk_l2norm: bool, gate: Any,
-        beta_form: Any, *more: Any,
+        self, op: Op, arrays: tuple[Any, ...], given: Sequence[Any], scale: Any, lower_bound: Any,
+        qk_l2norm: bool, gate: Any, beta_form: Any, *more: Any,
     ) -> bool:  # fmt: skip
         """Run an op on the tensors of its struct, the workspace last; False if it is not a plain call.
 
-        `more` are the scalars behind beta_form but for the stream; None for one that is not plain.
+        `given` are those of the caller's tensors that it writes, `more` the scalars behind beta_form but for the stream; None for
+        one that is not plain.
         """
         try:
             if scale is None:
@@ -116,6 +119,8 @@ class Exchange:
         if self.records_gradients() and self.any_requires_grad(*arrays):
             return False
         self.launch(op, key, args, arrays)
+        if given and op.launches:
+            self.wrote(given)
         return True
 
     def borrow(

@@ -69,7 +69,8 @@ def _fwd(
             0 if save == "nothing" else None, 0 if splits == "auto" else None, bool(checked),
             o is None and cu_seqlens is not None,
         )  # fmt: skip
-        if outputs is not None and exchange.run(op, arrays, *options):
+        given = () if o is final_state else [x for x in (o, final_state) if x is not None]
+        if outputs is not None and exchange.run(op, arrays, given, *options):
             return outputs
     call = Call(op, q, "q")
     take = call.take

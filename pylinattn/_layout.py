@@ -34,11 +34,12 @@ NOT_GIVEN: Borrowed = (0, Layout(LAYOUT_BYTES))
 class Caller:
     """Who borrows or reads options: the op, for messages, and what must live until it returns."""
 
-    __slots__ = ("lenders", "op_name")
+    __slots__ = ("lenders", "op_name", "written")
 
     def __init__(self, op_name: str) -> None:
         self.op_name = op_name
         self.lenders: tuple[Any, ...] = ()
+        self.written: tuple[Any, ...] = ()  # arrays whose library is told of it
 
     def value_error(self, name: str, text: str) -> LinattnValueError:
         return LinattnValueError(f"{self.op_name}: {name} {text}")

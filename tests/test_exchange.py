@@ -283,6 +283,45 @@ def test_copy_on_write_is_not_written_through():
     check(not torch.equal(state, before), "the lazy clone was not")
 
 
+def writing_calls(x, state, o):
+    """Calls that write one of these two, each with the one that it writes."""
+    plain, d_o = x["plain"], torch.ones_like(o)
+    each = [y[0, :N].unsqueeze(1) for y in plain]  # one token for each state
+    kept = pylinattn.gdn_verify(*each, state)[1:]
+    yield state, lambda: pylinattn.gdn_decode(*each, state)
+    yield state, lambda: pylinattn.delta_commit(state, *kept, torch.ones(N, dtype=torch.int64))
+    yield state, lambda: pylinattn.gdn_fwd(*each, initial_state=state, final_state=state)
+    rows = dict(read_indices=torch.tensor([0]), write_indices=torch.tensor([[1]]))
+    yield state, lambda: pylinattn.gdn_verify(*(y[:1] for y in each), state, **rows)
+    yield o, lambda: pylinattn.gdn_fwd(*plain, o=o)
+    yield o, lambda: pylinattn.gdn_verify(*(y[:, :3] for y in plain), state[:1], o=o[:, :3])
+    yield o, lambda: pylinattn.gdn_bwd(*plain, d_o, dv=o)
+    yield o, lambda: pylinattn.gdn_fwd(*(y.numpy() for y in plain), o=o)
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, one_by_one], ids=["at_once", "one_by_one"])
+def test_autograd_sees_what_is_written(way):
+    """A tensor that a gradient needs, written by a call, is an error in the backward, not a wrong gradient."""
+    x = inputs("gdn")
+    weight = torch.ones(1, requires_grad=True)
+    state, o = x["state"].clone(), torch.zeros(B, T, HV, V)
+    for written, call in writing_calls(x, state, o):
+        loss = (weight * written).sum()
+        with way(), torch.no_grad():
+            call()
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+    loss = (weight * state).sum()
+    token = [y[:, :1] for y in x["plain"]]
+    with way(), torch.no_grad():
+        with pytest.raises(ValueError, match="scale"):
+            pylinattn.gdn_decode(*token, state[:1], scale=0.0)
+        check(bool(pylinattn.supports("gdn_decode", *token, state[:1])), "not supported")
+    loss.backward()  # nothing was written
+    with torch.inference_mode(), way():
+        pylinattn.gdn_decode(*token, state[:1].clone())
+
+
 def test_threads_and_calls_within_calls():
     """A call from a weak reference's callback, while another is being packed, disturbs neither."""
     import gc
