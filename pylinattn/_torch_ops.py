@@ -175,6 +175,8 @@ def checked(function: str, per_channel: bool, x: Arrays, options: Options) -> Ar
     fla.shapes(function, q, k, v, g, beta, initial_state, cu_seqlens, options.v_first, per_channel)
     A_log = fla.parameter(function, "A_log", A_log, (v.shape[2],))
     dt_bias = fla.parameter(function, "dt_bias", dt_bias, tuple(g.shape[2:]))
+    for name, y in (("q", q), ("k", k), ("v", v), ("initial_state", initial_state)):
+        fla.floating(function, name, y)
     if not q.dtype == k.dtype == v.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
     return Arrays(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
@@ -328,6 +330,14 @@ def _unseen(*tensors: Tensor | None) -> bool:
     )
 
 
+def _has_lengths(q: Any, cu_seqlens: Any) -> bool:
+    """Have arguments that nobody has checked yet the form that tells how many tokens there are?"""
+    of_tokens = isinstance(q, Tensor) and q.ndim == 4
+    return of_tokens and (
+        cu_seqlens is None or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1)
+    )
+
+
 def records(x: Iterable[Tensor | None]) -> bool:
     """Would a call with these tensors record a gradient?"""
     return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
@@ -340,7 +350,7 @@ def run(
     """A call of FLA's `function`, with its tensors and options in the order of Arrays and Options, as they are given."""
     if not torch.compiler.is_compiling():
         direct = _direct["kda" if per_channel else "gdn"]
-        decode = recurrent and given[0].ndim == 4 and decodes(given[0], given[6])
+        decode = recurrent and _has_lengths(given[0], given[6]) and decodes(given[0], given[6])
         done = direct(function, decode, given, given_options, output_final_state)
         if done is not None:
             return done

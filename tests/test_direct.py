@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from test_exchange import one_by_one  # noqa: E402
 from test_torch import Problem, _Mode, both  # noqa: E402
 
+import pylinattn  # noqa: E402
 import pylinattn.torch as ours  # noqa: E402
 from pylinattn import _exchange  # noqa: E402
 
@@ -159,6 +160,45 @@ def test_wrong_calls_are_wrong_every_time():
             with pytest.raises(ValueError, match=r"chunk_gated_delta_rule|gdn_fwd"):
                 problem.ours(**wrong)
         problem.ours()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+        "chunk_kda",
+        "fused_recurrent_kda",
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+def test_arguments_that_cannot_be_are_named(name, grad):
+    """No tensor, or one that a cast would make something else of: an error of ours that says which."""
+    problem = Problem(dict(state=True, packed=True), "kda" in name, torch.float32, grad=grad)
+    right = dict(q=problem.q, k=problem.k, v=problem.v, g=problem.g, beta=problem.beta)
+    more = dict(initial_state=problem.state, cu_seqlens=problem.cu)
+    more |= dict(use_gate_in_kernel=True, A_log=torch.zeros(4), dt_bias=problem.g[0, 0].detach())
+    function = getattr(ours, name)
+    function(**right, **more)
+    names = [*right, "initial_state", "cu_seqlens", "A_log", "dt_bias"]
+    if name == "fused_recurrent_gated_delta_rule":
+        names.append("gk")
+    for argument in names:
+        like = (right | more).get(argument, problem.q).detach()
+        wrong = [
+            2.0,
+            "x",
+            [[1.0]],
+            object(),
+            like.numpy(),
+            torch.zeros(()),
+            like.to(torch.complex64),
+        ]
+        wrong += [None] if argument in ("q", "k", "v") else []
+        wrong += [] if argument == "cu_seqlens" else [like.int(), like > 0]
+        for x in wrong:
+            with pytest.raises(pylinattn.LinattnError, match=rf"\b{argument}\b"):
+                function(**(right | more | {argument: x}))
 
 
 @pytest.mark.parametrize(
