@@ -36,10 +36,12 @@ REPEATS = 11
 COLUMNS = ("op", "case", "impl", "backward_ms", "forward_and_backward_ms", "peak_MB", "from_ours")
 
 
-def inputs(family: str, lengths: list[int], H: int, HV: int) -> tuple[list[Any], Any]:
+def inputs(
+    family: str, lengths: list[int], H: int, HV: int, device: str = "cuda"
+) -> tuple[list[Any], Any]:
     """q, k (normalised), v, g, beta and do; the bounds of the sequences."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    options: dict[str, Any] = dict(device="cuda", generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = dict(device=device, generator=generator)
     T, D = sum(lengths), 128
     q, k = (
         torch.nn.functional.normalize(torch.randn(1, T, H, D, **options), dim=-1).bfloat16()
@@ -49,7 +51,7 @@ def inputs(family: str, lengths: list[int], H: int, HV: int) -> tuple[list[Any],
     gate = (1, T, HV, D) if family == "kda" else (1, T, HV)
     g = torch.nn.functional.logsigmoid(torch.randn(*gate, **options)) / 16
     beta = torch.rand(1, T, HV, **options)
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     return [q, k, v, g, beta, d_o], bounds
 
 
