@@ -61,6 +61,8 @@ class Torch(Library):
                 raise caller.type_error(
                     name, f"is a lazily negated view; give {name}.resolve_neg()"
                 )
+            if write:
+                caller.written = (*caller.written, x)
             return x.data_ptr(), layout
         except RuntimeError as error:  # sparse, or inside a functorch transform
             raise caller.type_error(
@@ -101,8 +103,12 @@ class Torch(Library):
     def swap_last(self, x: Array) -> Array:
         return x.transpose(2, 3)
 
+    def wrote(self, x: Array) -> None:
+        # Autograd then finds a tensor that it saved before and that is no longer the same.
+        self.torch.autograd.graph.increment_version(x)
+
     def check_type(self, cls: Any, caller: Caller, name: str) -> None:
-        """Refuse subclasses that only stand for memory (fake, distributed and wrapper tensors)."""
+        """Refuses subclasses that only stand for memory (fake, distributed and wrapper tensors)."""
         if cls.__torch_dispatch__ is not self.torch.Tensor.__torch_dispatch__:
             raise caller.type_error(
                 name, f"is a {type_name(cls)}, which has no memory of its own; give a plain tensor"
@@ -122,7 +128,7 @@ class _ByteStrided(Library):
         code = self.dtypes.get(dtype)
         if code is None:
             # ml_dtypes registers its bfloat16 with NumPy; known by name, so it need not be imported
-            if (dtype.kind, dtype.itemsize, dtype.name) != ("V", 2, "bfloat16"):
+            if (dtype.kind, dtype.isnative, dtype.name) != ("V", True, "bfloat16"):
                 raise caller.dtype_error(name, dtype)
             self.native[BF16], self.dtypes[dtype] = dtype, BF16
             code = BF16
@@ -152,6 +158,13 @@ class _ByteStrided(Library):
 
 
 class NumPy(_ByteStrided):
+    def check_type(self, cls: type, caller: Caller, name: str) -> None:
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and issubclass(cls, masked.MaskedArray):
+            raise caller.type_error(
+                name, f"is a {type_name(cls)}, whose mask no op reads; give {name}.filled(...)"
+            )
+
     def borrow(self, x: Array, caller: Caller, name: str, write: bool) -> Borrowed:
         address, read_only = x.__array_interface__["data"]
         key = (x.shape, x.strides, x.dtype, read_only)
@@ -211,8 +224,7 @@ def recognise(x: Array, caller: Caller, name: str) -> Library:
             library = _by_module.get(module_name) or _by_module.setdefault(
                 module_name, kind(module)
             )
-            if isinstance(library, Torch):
-                library.check_type(cls, caller, name)
+            library.check_type(cls, caller, name)
             break
     else:
         jax = loaded("jax")

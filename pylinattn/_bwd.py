@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ._call import Array, Call, Op
 from ._exchange import Exchange, exchanges
-from ._layout import Borrowed
+from ._layout import NOT_GIVEN, Borrowed
 from ._lib import BETA_FORMS, GATES, SAVES
 
 _GDN_BWD, _KDA_BWD = Op("gdn_bwd"), Op("kda_bwd")
@@ -23,9 +23,11 @@ class Gradients(NamedTuple):
     ddt_bias: Array | None
 
 
-def _like(call: Call, given: Array | None, source: Borrowed, kind: str) -> Array:
-    """The caller's array, or a row-major one with the shape and dtype of `source`."""
-    return call.make(source[1].shape, source[1].dtype, kind) if given is None else given
+def _like(call: Call, given: Array | None, source: Borrowed, kind: str) -> Array | None:
+    """The caller's array, or a row-major one with the shape and dtype of `source`, if that is given."""
+    if given is not None or source is NOT_GIVEN:
+        return given
+    return call.make(source[1].shape, source[1].dtype, kind)
 
 
 def _gradients(
@@ -35,17 +37,20 @@ def _gradients(
     if not exchange.all_plain(*inputs):
         return None
     q, k, v, g, beta, _, initial, _, cu_seqlens, A_log, dt_bias, _ = inputs
-    if initial is not None and not initial.is_contiguous():
-        return None
     # Tokens past the last packed sequence have no part in the outputs: their gradients are zero.
     like, packed = exchange.like, cu_seqlens is not None
     of = (q, k, v, g, beta, initial, A_log, dt_bias)
-    return Gradients(
-        *(
-            like(x, packed and i < 5) if mine is None and x is not None else mine
-            for i, (x, mine) in enumerate(zip(of, given, strict=True))
+    try:
+        if initial is not None and not initial.is_contiguous():
+            return None
+        return Gradients(
+            *(
+                like(x, packed and i < 5) if mine is None and x is not None else mine
+                for i, (x, mine) in enumerate(zip(of, given, strict=True))
+            )
         )
-    )
+    except RuntimeError:  # of a tensor without strides
+        return None
 
 
 def _bwd(
@@ -69,7 +74,8 @@ def _bwd(
             scale, lower_bound, qk_l2norm, gate, beta_form, 0 if save == "nothing" else None,
             0 if splits == "auto" else None, bool(checked),
         )  # fmt: skip
-        if gradients is not None and exchange.run(op, arrays, *options):
+        written = [x for x in given if x is not None]
+        if gradients is not None and exchange.run(op, arrays, written, *options):
             return gradients
     call = Call(op, q, "q")
     take = call.take

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +48,7 @@ class Op:
         "_tensor_fields",
         "_workspace_at",
         "_workspace_bytes",
+        "launches",
         "name",
         "pack",
         "pack_scalars",
@@ -64,6 +64,7 @@ class Op:
         formats = [_FORMATS[field.type.cname] for _, field in args.fields]
         packer = struct.Struct("<" + "".join(formats))
         self.name = name
+        self.launches = True  # or is it only asked whether it would?
         self.size = ffi.sizeof(args)
         if packer.size != self.size:
             raise ImportError(
@@ -86,6 +87,7 @@ class Op:
     def without_launch(self) -> Op:
         """The same op, whose calls end with the checks of the workspace query."""
         op = copy.copy(self)
+        op.launches = False
         op.run = lambda args: self.query(args, ffi.new(_new_bytes_needed))
         return op
 
@@ -128,7 +130,7 @@ class Call(Caller):
     def __init__(self, op: Op, x: Array, name: str, write: bool = False) -> None:
         self.op = op
         self.op_name = op.name
-        self.lenders = ()
+        self.lenders = self.written = ()
         self._x = x
         self._made: tuple[Array, ...] = ()
         self._cls = cls = type(x)
@@ -192,6 +194,9 @@ class Call(Caller):
         status = op.run(args)
         if status:
             raise_status(status)
+        if op.launches:
+            for x in self.written:
+                libraries[type(x)].wrote(x)
         if self._on_gpu:
             self._library.finish(self.first[1].device_id)
 
@@ -208,21 +213,6 @@ class Call(Caller):
             return self.number("scale", scale)
         shape = self.first[1].shape
         return shape[-1] ** -0.5 if shape[-1] else 1.0
-
-    def number(self, name: str, value: float) -> float:
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise self.type_error(name, f"is {value!r}; a number is expected") from None
-
-    def integer(self, name: str, value: int) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise self.type_error(name, f"is {value!r}; an integer is expected") from None
-        if not -(2**31) <= number < 2**31:
-            raise self.value_error(name, f"is {value}, which does not fit in 32 bits")
-        return number
 
     def choice(self, name: str, value: str, choices: dict[str, int]) -> int:
         code = choices.get(value) if isinstance(value, str) else None

@@ -25,7 +25,8 @@ def _decode(
             workspace,
         )  # fmt: skip
         options = (scale, lower_bound, qk_l2norm, gate, beta_form, bool(checked), zero_tail, 0)
-        if out is not None and exchange.run(op, arrays, *options):
+        given = (state,) if o is None else (state, o)
+        if out is not None and exchange.run(op, arrays, given, *options):
             return out
     call = Call(op, q, "q")
     take = call.take

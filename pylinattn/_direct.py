@@ -89,6 +89,7 @@ class Direct:
             and type(v) in plain
             and (initial is None or type(initial) in plain)
             and (cu is None or (type(cu) in plain and cu.ndim == 1 and cu.size(0) > 0))
+            and not (k is None or g is None or beta is None)
             and q.ndim == v.ndim == 4
             and (q.is_cuda or q.is_cpu)
         ):

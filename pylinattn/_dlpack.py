@@ -106,6 +106,9 @@ class Library:
 
     copies_back = False  # outputs are written in buffers of another library, and handed back after
 
+    def check_type(self, cls: type, caller: Caller, name: str) -> None:
+        """Refuse array types that are more than what the library reads of them."""
+
     def borrow(self, x: Array, caller: Caller, name: str, write: bool) -> Borrowed:
         return self.borrow_on(x, caller, name, write, LEGACY_DEFAULT_STREAM)
 
@@ -140,6 +143,9 @@ class Library:
     def hand_back(self, x: Array, like: Array) -> Array:
         """An output in the library of `like`, of which the op wrote a stand-in."""
         return x
+
+    def wrote(self, x: Array) -> None:
+        """Called after the launch for each array that borrow() put on the caller's list `written`."""
 
     def finish(self, device_id: int) -> None:
         """Called after the launch of a GPU call whose first array is of this library."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._dlpack import Array, capsule_address
@@ -16,6 +17,7 @@ from ._lib import BETA_FORMS, GATES, ffi, lib, library_path, raise_status
 if TYPE_CHECKING:
     from ._call import Op
 
+_NUMBERS = (float, int)
 _CAPSULE = b"dlpack_exchange_api"
 _MAJOR = 1
 # Where CPython keeps the items of a tuple, and the type of an object.
@@ -78,6 +80,7 @@ class Exchange:
         self.is_compiling = torch.compiler.is_compiling
         self.records_gradients = torch.is_grad_enabled
         self.any_requires_grad = torch._C._any_requires_grad
+        self.wrote = torch._C._increment_version  # see Torch.wrote
         self._fresh = fresh
         # What torch's compiler allocates with: it parses no keywords and dispatches nothing.
         self._empty_cpu = torch._C._dynamo.guards._empty_strided_cpu
@@ -85,17 +88,24 @@ class Exchange:
         self._one_device: bool | None = None
 
     def run(
-        self, op: Op, arrays: tuple[Any, ...], scale: Any, lower_bound: Any, qk_l2norm: bool, gate: Any,
-        beta_form: Any, *more: Any,
+        self, op: Op, arrays: tuple[Any, ...], given: Sequence[Any], scale: Any, lower_bound: Any,
+        qk_l2norm: bool, gate: Any, beta_form: Any, *more: Any,
     ) -> bool:  # fmt: skip
         """Run an op on the tensors of its struct, the workspace last; False if it is not a plain call.
 
-        `more` are the scalars behind beta_form but for the stream; None for one that is not plain.
+        `given` are those of the caller's tensors that it writes, `more` the scalars behind beta_form but for the stream; None for
+        one that is not plain.
         """
         try:
+            if scale is None:
+                scale = arrays[0].shape[3] ** -0.5
+            if lower_bound is None:
+                lower_bound = 0.0
+            if not (isinstance(scale, _NUMBERS) and isinstance(lower_bound, _NUMBERS)):
+                return False
             scalars = (
-                arrays[0].shape[3] ** -0.5 if scale is None else scale,
-                0.0 if lower_bound is None else lower_bound,
+                scale,
+                lower_bound,
                 1 if qk_l2norm else 0,
                 GATES[gate],
                 BETA_FORMS[beta_form],
@@ -109,6 +119,8 @@ class Exchange:
         if self.records_gradients() and self.any_requires_grad(*arrays):
             return False
         self.launch(op, key, args, arrays)
+        if given and op.launches:
+            self.wrote(given)
         return True
 
     def borrow(
@@ -196,9 +208,12 @@ class Exchange:
         torch = self.torch
         return torch.float64 if q.dtype is torch.float64 else torch.float32
 
-    def wide(self, q: Array, x: Array) -> Array:
-        """A new row-major array with the shape of `x`."""
-        return self.torch.empty(x.shape, dtype=self.wide_dtype(q), device=q.device)
+    def wide(self, q: Array, x: Array) -> Array | None:
+        """A new row-major array with the shape of `x`; None if that has none."""
+        try:
+            return self.torch.empty(x.shape, dtype=self.wide_dtype(q), device=q.device)
+        except RuntimeError:  # of a nested tensor
+            return None
 
     def like(self, x: Array, zeros: bool = False) -> Array:
         """A new row-major array with the shape and dtype of `x`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
+from ._dlpack import type_name
+from ._layout import Caller
 from ._lib import LinattnTypeError, LinattnUnsupportedError, LinattnValueError
 
 CHECKPOINT = 64  # tokens of a chunk, after which chunk_kda can return its state
@@ -102,8 +104,22 @@ def safe_gate(function: str, safe: bool, gate_inside: bool, lower_bound: float |
         )
 
 
-def scale(given: float | None, q: Any) -> float:
-    return float(q.size(-1) ** -0.5 if given is None else given)
+def tensor(function: str, name: str, x: Any) -> Any:
+    if not hasattr(x, "requires_grad"):
+        raise LinattnTypeError(
+            f"{function}: {name} is a {type_name(type(x))}; a torch tensor is expected"
+        )
+    return x
+
+
+def scale(function: str, given: float | None, q: Any) -> float:
+    if given is None:
+        try:
+            return float(q.size(-1) ** -0.5)
+        except (AttributeError, IndexError, TypeError, ZeroDivisionError):
+            tensor(function, "q", q)
+            return 1.0  # of no size; told below
+    return given if type(given) is float else Caller(function).number("scale", given)
 
 
 def need_A_log(function: str, A_log: Any) -> Any:
@@ -130,6 +146,10 @@ def shapes(
     cu_seqlens: Any, v_first: bool, per_channel: bool,
 ) -> None:  # fmt: skip
     """What FLA checks, and the shapes that its kernels take for granted."""
+    given = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    for name, x in given.items():
+        if x is not None or name in ("q", "k", "v", "g", "beta"):
+            tensor(function, name, x)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise LinattnValueError(
@@ -153,6 +173,10 @@ def shapes(
             )
     N = B
     if cu_seqlens is not None:
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+            raise LinattnValueError(
+                f"{function}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; [N+1] is expected"
+            )
         if B != 1:
             raise LinattnValueError(
                 f"{function}: the batch size is {B}; with cu_seqlens it is 1, the sequences one "
@@ -167,10 +191,29 @@ def shapes(
         )
 
 
+def floating(function: str, name: str, x: Any) -> None:
+    """What is cast to another dtype may not lose what it is."""
+    if x is not None and not x.is_floating_point():
+        raise LinattnTypeError(
+            f"{function}: {name} has dtype {x.dtype}; a floating one is expected"
+        )
+
+
+def per_channel(function: str, name: str, x: Any, q: Any, v: Any) -> None:
+    floating(function, name, tensor(function, name, x))
+    q, v = tensor(function, "q", q), tensor(function, "v", v)
+    expected = (*v.shape[:3], *q.shape[3:])
+    if x.shape != expected:
+        raise LinattnValueError(
+            f"{function}: {name} has shape {tuple(x.shape)}; {expected} is expected"
+        )
+
+
 def parameter(function: str, name: str, x: Any, shape: tuple[int, ...]) -> Any:
     """A_log or dt_bias, given in any shape that has its elements."""
     if x is None:
         return None
+    floating(function, name, tensor(function, name, x))
     elements = 1
     for size in shape:
         elements *= size

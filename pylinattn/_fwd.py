@@ -25,8 +25,9 @@ class Forward(_Outputs):
 
 def _outputs(
     exchange: Exchange, q: Array, v: Array, initial_state: Array | None, cu_seqlens: Array | None,
-    read_indices: Array | None, o: Array | None, final_state: Array | None,
-    checkpoints: Array | None, checkpoint_every: int, output_final_state: bool,
+    read_indices: Array | None, write_indices: Array | None, o: Array | None,
+    final_state: Array | None, checkpoints: Array | None, checkpoint_every: int,
+    output_final_state: bool,
 ) -> Forward | None:  # fmt: skip
     """The outputs of a plain call, of which those not given are made; None if it is not plain."""
     if checkpoint_every != 0 or checkpoints is not None:
@@ -36,7 +37,8 @@ def _outputs(
         if o is None:
             return None
     if final_state is None and output_final_state:
-        final_state = exchange.final_state(q, v, initial_state, cu_seqlens, read_indices)
+        table = read_indices if write_indices is None else write_indices
+        final_state = exchange.final_state(q, v, initial_state, cu_seqlens, table)
         if final_state is None:
             return None
     return Forward(o, final_state)
@@ -54,8 +56,8 @@ def _fwd(
     exchange = exchanges.get(type(q))
     if exchange is not None and not exchange.is_compiling():
         outputs = _outputs(
-            exchange, q, v, initial_state, cu_seqlens, read_indices, o, final_state, checkpoints,
-            checkpoint_every, output_final_state,
+            exchange, q, v, initial_state, cu_seqlens, read_indices, write_indices, o, final_state,
+            checkpoints, checkpoint_every, output_final_state,
         )  # fmt: skip
         arrays = (
             q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, read_indices, write_indices,
@@ -67,7 +69,8 @@ def _fwd(
             0 if save == "nothing" else None, 0 if splits == "auto" else None, bool(checked),
             o is None and cu_seqlens is not None,
         )  # fmt: skip
-        if outputs is not None and exchange.run(op, arrays, *options):
+        given = () if o is final_state else [x for x in (o, final_state) if x is not None]
+        if outputs is not None and exchange.run(op, arrays, given, *options):
             return outputs
     call = Call(op, q, "q")
     take = call.take

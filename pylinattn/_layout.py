@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from typing import Any, TypeVar
 
@@ -31,13 +32,14 @@ NOT_GIVEN: Borrowed = (0, Layout(LAYOUT_BYTES))
 
 
 class Caller:
-    """Who borrows: the op, for messages, and what must live until it returns."""
+    """Who borrows or reads options: the op, for messages, and what must live until it returns."""
 
-    __slots__ = ("lenders", "op_name")
+    __slots__ = ("lenders", "op_name", "written")
 
     def __init__(self, op_name: str) -> None:
         self.op_name = op_name
         self.lenders: tuple[Any, ...] = ()
+        self.written: tuple[Any, ...] = ()  # arrays whose library is told of it
 
     def value_error(self, name: str, text: str) -> LinattnValueError:
         return LinattnValueError(f"{self.op_name}: {name} {text}")
@@ -51,6 +53,29 @@ class Caller:
             f"has dtype {dtype}, which this package does not know; "
             f"float32, float64, bfloat16, float16, int32, int64 and uint8 are",
         )
+
+    def number(self, name: str, value: Any) -> float:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise self.type_error(name, f"is {value!r}; a number is expected")
+        if getattr(value, "requires_grad", False):
+            raise self.type_error(
+                name, f"requires grad, and has no gradient; give float({name}.detach())"
+            )
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise self.type_error(name, f"is {value!r}; a number is expected") from None
+        except OverflowError:
+            raise self.value_error(name, "is larger than any float64") from None
+
+    def integer(self, name: str, value: Any) -> int:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise self.type_error(name, f"is {value!r}; an integer is expected") from None
+        if not -(2**31) <= number < 2**31:
+            raise self.value_error(name, f"is {value}, which does not fit in 32 bits")
+        return number
 
 
 def keep(cache: dict[Any, T], key: Any, value: T) -> T:

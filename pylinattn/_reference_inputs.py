@@ -107,7 +107,7 @@ class Inputs:
         self.all_heads = heads is None
         HV = self.v.shape[2]
         self.heads = np.arange(HV) if heads is None else np.asarray(heads)
-        self.key_heads = self.heads // (HV // self.q.shape[2])
+        self.key_heads = self.heads // max(HV // max(self.q.shape[2], 1), 1)  # there may be none
         self.scale = self.q.shape[-1] ** -0.5 if scale is None else float(scale)
         if self.g.ndim != (3 if family == "gdn" else 4):
             raise ValueError(

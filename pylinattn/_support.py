@@ -6,6 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from ._dlpack import DTYPE_NAMES
+from ._layout import Caller
 from ._lib import (
     BF16,
     CPU,
@@ -25,6 +26,7 @@ from ._lib import (
 )
 from .ops import OPS
 
+_caller = Caller("supports")
 _DTYPES = {"f32": F32, "f64": F64, "bf16": BF16, "f16": F16}
 _DTYPES.update({name: code for code, name in DTYPE_NAMES.items() if code in _DTYPES.values()})
 
@@ -101,7 +103,7 @@ def supports(
     """Would this call be taken? Nothing is computed, and nothing written but arrays made here.
 
     Two forms: ``supports("gdn_fwd", q, k, v, g, beta, gate="softplus", ...)`` makes every check of
-    the call itself. ``supports("gdn_fwd", device="cuda", dtype="bfloat16", K=128, V=128)`` asks for
+    the call itself that reads no values, of lengths and indices. ``supports("gdn_fwd", device="cuda", dtype="bfloat16", K=128, V=128)`` asks for
     a kernel in general.
 
     Args:
@@ -116,7 +118,7 @@ def supports(
     Raises:
         ValueError: no such op, or neither form.
     """
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise LinattnValueError(f"supports: there is no op {op!r}; the ops are {', '.join(OPS)}")
     if args or kwargs:
         if any(x is not None for x in (device, dtype, K, V)):
@@ -129,9 +131,9 @@ def supports(
             f"supports: give the arguments of {op}, or dtype and K (and device and V)"
         )
     device_type, device_id = _device_of(best_device() if device is None else device)
-    status = lib.linattn_supports(
-        op.encode(), device_type, device_id, _dtype_of(dtype), K, K if V is None else V
-    )
+    K = _caller.integer("K", K)
+    V = K if V is None else _caller.integer("V", V)
+    status = lib.linattn_supports(op.encode(), device_type, device_id, _dtype_of(dtype), K, V)
     if status not in (lib.LINATTN_OK, lib.LINATTN_ERR_UNSUPPORTED):
         raise_status(status)
     return Support(text_of(lib.linattn_last_error()) if status else "")
@@ -156,7 +158,7 @@ def _device_of(device: Any) -> tuple[int, int]:
         raise LinattnValueError(
             f'supports: device is {str(device)!r}; "cpu", "cuda" and "cuda:<n>" are accepted'
         )
-    return (CUDA if match[1] == "cuda" else CPU), int(match[2] or 0)
+    return (CUDA if match[1] == "cuda" else CPU), _caller.integer("device", int(match[2] or 0))
 
 
 def _dtype_of(dtype: Any) -> int:

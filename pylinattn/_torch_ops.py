@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _fla_args as fla
 from . import ops
 from ._direct import Direct, decodes, watched
 from ._fla_args import Arrays, Options
+from ._lib import LinattnUnsupportedError
 
 _STATES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -173,6 +175,8 @@ def checked(function: str, per_channel: bool, x: Arrays, options: Options) -> Ar
     fla.shapes(function, q, k, v, g, beta, initial_state, cu_seqlens, options.v_first, per_channel)
     A_log = fla.parameter(function, "A_log", A_log, (v.shape[2],))
     dt_bias = fla.parameter(function, "dt_bias", dt_bias, tuple(g.shape[2:]))
+    for name, y in (("q", q), ("k", k), ("v", v), ("initial_state", initial_state)):
+        fla.floating(function, name, y)
     if not q.dtype == k.dtype == v.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
     return Arrays(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
@@ -196,15 +200,14 @@ def _direct_of(family: str, per_channel: bool) -> Callable[..., tuple[Tensor, An
 
 
 _watched = watched(torch)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
 _direct = {"gdn": _direct_of("gdn", False), "kda": _direct_of("kda", True)}
 
 
 class _Delta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: str, per_channel: bool, *given: Any) -> tuple[Tensor, Any]:
-        ctx.save_for_backward(*given[:9])
-        ctx.per_channel, ctx.options = per_channel, Options(*given[9:-1])
-        ctx.set_materialize_grads(False)
+        _remember(ctx, per_channel, given)
         if not torch.compiler.is_compiling():
             direct = _direct["kda" if per_channel else "gdn"]
             done = direct(function, False, given[:9], ctx.options, given[-1])
@@ -217,17 +220,99 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
-        x = Arrays(*ctx.saved_tensors)
-        if d_o is None:
-            d_o = torch.zeros_like(x.v)
+        given = _given_back(ctx, d_o, d_final)
         op = _kda_bwd if ctx.per_channel else _gdn_bwd
-        if not torch.compiler.is_compiling() and _unseen(*x, d_o, d_final):
+        if not torch.compiler.is_compiling() and _unseen(*given):
             op = _kda_backward if ctx.per_channel else _gdn_backward
-        *of_tensors, d_initial, dA_log, ddt_bias = op(*x, d_o, d_final, *ctx.options)
-        return (
-            None, None, *of_tensors, _as(d_initial, x.initial_state), None, _as(dA_log, x.A_log),
-            _as(ddt_bias, x.dt_bias), *(None,) * (len(ctx.options) + 1),
-        )  # fmt: skip
+        return _slopes(ctx, op(*given, *ctx.options))
+
+
+class _Transformed(torch.autograd.Function):
+    """The same under a transform of torch.func, which asks for the context apart, and in forward mode, which is refused."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: str, per_channel: bool, *given: Any) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = (_kda_fwd if per_channel else _gdn_fwd)(*given)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _remember(ctx, inputs[1], inputs[2:])
+        if not ctx.has_final:
+            ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
+        given = _given_back(ctx, d_o, d_final)
+        return _slopes(ctx, _Slope.apply(ctx.per_channel, *given, *ctx.options))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative("kda_fwd" if ctx.per_channel else "gdn_fwd", "forward-mode derivative")
+
+
+class _Slope(torch.autograd.Function):
+    """The backward there: a transform always asks for a graph of it, which ends here."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(per_channel: bool, *given: Any) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = (_kda_bwd if per_channel else _gdn_bwd)(*given)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.per_channel = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _no_derivative("kda_bwd" if ctx.per_channel else "gdn_bwd", "gradient")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _no_derivative("kda_bwd" if ctx.per_channel else "gdn_bwd", "forward-mode derivative")
+
+
+def _no_derivative(op: str, what: str) -> LinattnUnsupportedError:
+    return LinattnUnsupportedError(
+        f"{op}: it has no {what}; gdn_fwd and kda_fwd have gradients, in reverse mode and once"
+    )
+
+
+def _transformed() -> bool:
+    """Is the call inside a transform that wants derivatives or maps? torch.compile asks when it traces."""
+    of_values = torch._C._functorch.TransformType.Functionalize
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(x.key() != of_values for x in levels)
+
+
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _remember(ctx: Any, per_channel: bool, given: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*given[:9])
+    ctx.per_channel, ctx.options, ctx.has_final = per_channel, Options(*given[9:-1]), given[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _given_back(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
+    """The tensors of the backward op."""
+    x = Arrays(*ctx.saved_tensors)
+    # A compiled backward gives zeros for an output that has no gradient: here an empty final state.
+    return (*x, torch.zeros_like(x.v) if d_o is None else d_o, d_final if ctx.has_final else None)
+
+
+def _slopes(ctx: Any, made: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """A gradient, or None, for each argument of the autograd.Function."""
+    x = Arrays(*ctx.saved_tensors)
+    *of_tensors, d_initial, dA_log, ddt_bias = made
+    return (
+        None, None, *of_tensors, _as(d_initial, x.initial_state), None, _as(dA_log, x.A_log),
+        _as(ddt_bias, x.dt_bias), *(None,) * (len(ctx.options) + 1),
+    )  # fmt: skip
 
 
 def _as(gradient: Tensor, x: Tensor | None) -> Tensor | None:
@@ -241,6 +326,15 @@ def _unseen(*tensors: Tensor | None) -> bool:
         not _watched()
         and not records(tensors)
         and all(x is None or (type(x) in plain and not x.is_neg()) for x in tensors)
+        and not any(x is not None and _is_batched(x) for x in tensors[-2:])  # the gradients alone
+    )
+
+
+def _has_lengths(q: Any, cu_seqlens: Any) -> bool:
+    """Have arguments that nobody has checked yet the form that tells how many tokens there are?"""
+    of_tokens = isinstance(q, Tensor) and q.ndim == 4
+    return of_tokens and (
+        cu_seqlens is None or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1)
     )
 
 
@@ -256,13 +350,20 @@ def run(
     """A call of FLA's `function`, with its tensors and options in the order of Arrays and Options, as they are given."""
     if not torch.compiler.is_compiling():
         direct = _direct["kda" if per_channel else "gdn"]
-        decode = recurrent and given[0].ndim == 4 and decodes(given[0], given[6])
+        decode = recurrent and _has_lengths(given[0], given[6]) and decodes(given[0], given[6])
         done = direct(function, decode, given, given_options, output_final_state)
         if done is not None:
             return done
     options = Options(*given_options)
     x = checked(function, per_channel, Arrays(*given), options)
-    if records(x):
+    compiling = torch.compiler.is_compiling()
+    if _transformed() and (torch.is_grad_enabled() or not compiling):
+        if compiling:  # which would trace the op alone, without its gradient
+            raise LinattnUnsupportedError(
+                f"{function}: it cannot be traced by torch.compile inside a transform of torch.func"
+            )
+        o, final = _Transformed.apply(function, per_channel, *x, *options, output_final_state)
+    elif records(x):
         o, final = _Delta.apply(function, per_channel, *x, *options, output_final_state)
     else:
         if recurrent and decodes(x.q, x.cu_seqlens):

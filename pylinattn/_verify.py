@@ -41,7 +41,9 @@ def _verify(
         arrays = (q, k, v, g, beta, state, *tables, *made, workspace)
         options = (scale, lower_bound, qk_l2norm, gate, beta_form, bool(checked))
         plain = made[0] is not None and (keep or all(x is None for x in made[1:]))
-        if plain and exchange.run(op, arrays, *options):
+        pool = None if write_indices is None else state
+        written = [x for x in (o, kept_k, kept_u, kept_g, pool) if x is not None]
+        if plain and exchange.run(op, arrays, written, *options):
             return Verify(*made)
     call = Call(op, q, "q")
     if not keep:

@@ -271,7 +271,7 @@ def delta_commit(
     """The pool after the first ``accepted[n]`` kept tokens are folded in: S = exp(g) S + k u^T, in the order of ``path``."""
     pool, k, u, g = (as_float64(x) for x in (state, k, u, g))
     N, T, HV = u.shape[:3]
-    k = np.repeat(k, HV // k.shape[2], axis=2)
+    k = np.repeat(k, HV // max(k.shape[2], 1), axis=2)
     decay = np.exp(g if g.ndim == 4 else g[..., None])
     counts = np.clip(as_rows(accepted), 0, T)
     order = np.tile(np.arange(T), (N, 1)) if path is None else as_rows(path)

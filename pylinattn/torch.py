@@ -104,12 +104,13 @@ def fused_recurrent_gated_delta_rule(
     if gv is not None:
         raise LinattnUnsupportedError(f"{name}: gv is given; a decay per value channel has no op")
     if beta is None:
-        beta = torch.ones_like(v[..., 0])
+        beta = torch.ones_like(fla.tensor(name, "v", v)[..., 0])
     if use_gate_in_kernel and g is None:
         raise LinattnValueError(f"{name}: g is None; use_gate_in_kernel=True needs it")
     if g is None and gk is None:
-        g = torch.zeros_like(v[..., 0], dtype=wide_dtype(v))
+        g = torch.zeros_like(fla.tensor(name, "v", v)[..., 0], dtype=wide_dtype(v))
     if gk is not None:
+        fla.per_channel(name, "gk", gk, q, v)
         if g is not None:
             if use_gate_in_kernel:
                 g = fused_gdn_gate(g, fla.need_A_log(name, A_log), dt_bias, wide_dtype(g))
@@ -137,7 +138,7 @@ def _gdn(
     else:
         A_log = dt_bias = None
     options = (
-        fla.scale(scale, q), 0.0, bool(qk_l2norm), "softplus" if gate_inside else "none",
+        fla.scale(name, scale, q), 0.0, bool(qk_l2norm), "softplus" if gate_inside else "none",
         fla.beta_form(name, sigmoid, neg_eigval), v_first,
     )  # fmt: skip
     x = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
@@ -253,7 +254,7 @@ def _kda(
         A_log = dt_bias = None
     bound = float(lower_bound or 0.0) if gate == "bounded" else 0.0
     form = fla.beta_form(name, sigmoid, neg_eigval)
-    options = (fla.scale(scale, q), bound, bool(qk_l2norm), gate, form, v_first)
+    options = (fla.scale(name, scale, q), bound, bool(qk_l2norm), gate, form, v_first)
     return (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias), options
 
 
@@ -277,7 +278,8 @@ def fused_gdn_gate(
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``-exp(A_log) softplus(g + dt_bias)`` over ``[...,HV]``, computed in float32 or wider."""
-    name, heads = "fused_gdn_gate", tuple(g.shape[-1:])
+    name = "fused_gdn_gate"
+    heads = tuple(fla.tensor(name, "g", g).shape[-1:])
     A_log = fla.need_A_log(name, A_log)
     return _gate(name, g, A_log, heads, dt_bias, heads, None).to(output_dtype)
 
@@ -294,7 +296,10 @@ def fused_kda_gate(
     With lower_bound ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``, with 1 for ``exp(A_log)``
     if A_log is None.
     """
-    name, (HV, K) = "fused_kda_gate", g.shape[-2:]
+    name = "fused_kda_gate"
+    if fla.tensor(name, "g", g).ndim < 2:
+        raise LinattnValueError(f"{name}: g has shape {tuple(g.shape)}; [...,HV,K] is expected")
+    HV, K = g.shape[-2:]
     fla.kda_gate(name, True, A_log, lower_bound)
     return _gate(name, g, A_log, (HV, 1), dt_bias, (HV, K), lower_bound).to(output_dtype)
 

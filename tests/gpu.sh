@@ -21,7 +21,7 @@ step() { # step name seconds command...: the command's last line, and the tests 
     timeout "$limit" "$@" >"$logs/$name.log" 2>&1
     status=$?
     [ $status -eq 0 ] || failed=1
-    printf '%-13s status %d, %3d s: %s\n' "$name" $status $((SECONDS - start)) "$(tail -n 1 "$logs/$name.log" | cut -c 1-100)"
+    printf '%-21s status %d, %3d s: %s\n' "$name" $status $((SECONDS - start)) "$(tail -n 1 "$logs/$name.log" | cut -c 1-100)"
     grep -E '^(FAILED|ERROR) ' "$logs/$name.log" | cut -c 1-160
 }
 
@@ -38,7 +38,7 @@ sanitizers() { # beside the suite: each takes one core
     return $failed
 }
 
-racecheck() { # the slowest, so each family has a process
+racecheck() { # the slowest, so it goes in parts, each a process
     step "race-$1" 400 env PYLINATTN_LIBRARY="$PYLINATTN_RACECHECK" \
         compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py "$1"
     return $failed
@@ -55,8 +55,8 @@ step parts 120 "${many[@]}" tests/gpu_parts
 sanitizers >"$logs/sanitizers.log" &
 beside=($!)
 if [ -n "${PYLINATTN_RACECHECK:-}" ]; then
-    for family in gdn kda; do
-        racecheck $family >"$logs/race-$family.out" &
+    for part in gdn-64 gdn-128-float16 gdn-128-bfloat16 kda; do
+        racecheck $part >"$logs/race-$part.out" &
         beside+=($!)
     done
 fi

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from test_exchange import one_by_one  # noqa: E402
 from test_torch import Problem, _Mode, both  # noqa: E402
 
+import pylinattn  # noqa: E402
 import pylinattn.torch as ours  # noqa: E402
 from pylinattn import _exchange  # noqa: E402
 
@@ -162,6 +163,45 @@ def test_wrong_calls_are_wrong_every_time():
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+        "chunk_kda",
+        "fused_recurrent_kda",
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+def test_arguments_that_cannot_be_are_named(name, grad):
+    """No tensor, or one that a cast would make something else of: an error of ours that says which."""
+    problem = Problem(dict(state=True, packed=True), "kda" in name, torch.float32, grad=grad)
+    right = dict(q=problem.q, k=problem.k, v=problem.v, g=problem.g, beta=problem.beta)
+    more = dict(initial_state=problem.state, cu_seqlens=problem.cu)
+    more |= dict(use_gate_in_kernel=True, A_log=torch.zeros(4), dt_bias=problem.g[0, 0].detach())
+    function = getattr(ours, name)
+    function(**right, **more)
+    names = [*right, "initial_state", "cu_seqlens", "A_log", "dt_bias"]
+    if name == "fused_recurrent_gated_delta_rule":
+        names.append("gk")
+    for argument in names:
+        like = (right | more).get(argument, problem.q).detach()
+        wrong = [
+            2.0,
+            "x",
+            [[1.0]],
+            object(),
+            like.numpy(),
+            torch.zeros(()),
+            like.to(torch.complex64),
+        ]
+        wrong += [None] if argument in ("q", "k", "v") else []
+        wrong += [] if argument == "cu_seqlens" else [like.int(), like > 0]
+        for x in wrong:
+            with pytest.raises(pylinattn.LinattnError, match=rf"\b{argument}\b"):
+                function(**(right | more | {argument: x}))
+
+
+@pytest.mark.parametrize(
     "wrong", [[0, 10], torch.zeros(0), torch.tensor(4), torch.zeros(2, 2)], ids=str
 )
 def test_odd_lengths_have_the_same_outcome(wrong):
@@ -225,6 +265,90 @@ def test_transforms_see_the_op():
     pair = torch.stack([problem.v, 2 * problem.v])
     same([torch.vmap(run)(pair)], [torch.stack([run(v) for v in pair])])
     same([torch.func.functionalize(run)(problem.v)], [run(problem.v)])
+
+
+def arguments_of(problem):
+    return [x.detach() for x in (problem.q, problem.k, problem.v, problem.g, problem.beta)]
+
+
+def losses(per_channel):
+    function = ours.fused_recurrent_kda if per_channel else ours.chunk_gated_delta_rule
+
+    def of_o(q, k, v, g, beta):
+        return function(q, k, v, g=g, beta=beta)[0].square().sum()
+
+    def of_both(q, k, v, g, beta):
+        both = function(q, k, v, g=g, beta=beta, output_final_state=True)
+        return sum(x.square().sum() for x in both)
+
+    return of_o, of_both
+
+
+def slopes(loss, given):
+    given = [x.clone().requires_grad_() for x in given]
+    return torch.autograd.grad(loss(*given), given)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("per_channel", [False, True], ids=["gdn", "kda"])
+def test_gradients_under_transforms(per_channel):
+    """torch.func.grad, vjp and vmap, one in the other in both orders, and vmap of what autograd records."""
+    given = arguments_of(Problem({}, per_channel))
+    pairs = [torch.stack([x, x / 2]) for x in given]
+    every = tuple(range(len(given)))
+    for loss in losses(per_channel):
+        want = slopes(loss, given)
+        grad = torch.func.grad(loss, argnums=every)
+        same(grad(*given), want)
+        value, vjp = torch.func.vjp(loss, *given)
+        same(vjp(torch.ones_like(value)), want)
+        each = [slopes(loss, [x[i] for x in pairs]) for i in (0, 1)]
+        want = [torch.stack(x) for x in zip(*each)]
+        total = lambda *x: torch.vmap(loss)(*x).sum()  # noqa: B023, E731
+        for got in (torch.vmap(grad), torch.func.grad(total, argnums=every)):
+            same(got(*pairs), want)
+        same(slopes(total, pairs), want)
+        for transform, x in ((grad, given), (total, pairs)):
+            compiled = torch.compile(transform, fullgraph=True, backend="eager")
+            with pytest.raises(torch._dynamo.exc.Unsupported):  # never zeros
+                compiled(*x)
+
+
+def test_many_gradients_at_once():
+    problem = Problem(dict(l2norm=True), False)
+    o, _ = problem.ours(output_final_state=False)
+    d_o = torch.randn(3, *o.shape, dtype=o.dtype)
+    got = torch.autograd.grad(o, problem.k, d_o, is_grads_batched=True, retain_graph=True)
+    want = [torch.autograd.grad(o, problem.k, d, retain_graph=True)[0] for d in d_o]
+    same(got, [torch.stack(want)])
+
+
+def test_derivatives_that_are_not_there_are_refused():
+    """Forward mode and second derivatives: an error, never zeros."""
+    given = arguments_of(Problem({}, False))
+    loss = losses(False)[0]
+    grad = torch.func.grad(loss)
+    tangents = tuple(torch.ones_like(x) for x in given)
+    for wrong in (
+        lambda: torch.func.jvp(loss, tuple(given), tangents),
+        lambda: torch.func.jacfwd(loss)(*given),
+        lambda: torch.func.grad(lambda *x: grad(*x).sum())(*given),
+        lambda: torch.func.hessian(loss)(*given),
+    ):
+        with pytest.raises(NotImplementedError, match=r"gdn_(fwd|bwd): it has no"):
+            wrong()
+    from torch.autograd import forward_ad
+
+    for needs_grad in (False, True):
+        for recurrent in (False, True):
+            problem = Problem({}, False, grad=needs_grad)
+            want = problem.ours(recurrent)
+            with forward_ad.dual_level():
+                for mine, theirs in zip(problem.ours(recurrent), want):
+                    torch.testing.assert_close(mine, theirs)  # nothing here has a tangent
+                problem.v = forward_ad.make_dual(problem.v, torch.ones_like(problem.v))
+                with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                    problem.ours(recurrent)
 
 
 def test_function_modes_and_devices():

@@ -6,6 +6,7 @@ import contextlib
 import struct
 import warnings
 
+import numpy as np
 import pytest
 from harness import check
 
@@ -186,6 +187,17 @@ def test_odd_lengths_have_the_same_outcome(wrong):
     check(got == want, f"{wrong}: {got}, one by one {want}")
 
 
+@pytest.mark.parametrize("initial", [False, True])
+def test_write_indices_need_a_final_state(initial):
+    """Of a table of rows no size of a pool is known; rows that it leaves out would not be written."""
+    x = inputs("gdn", tokens=4)
+    more = dict(initial_state=x["state"][:B]) if initial else {}
+    with pytest.raises(ValueError, match="write_indices is given, but final_state is not"):
+        pylinattn.gdn_fwd(
+            *x["plain"], write_indices=torch.tensor([-1] * B), output_final_state=True, **more
+        )
+
+
 def test_nothing_is_allocated_for_tensors_without_memory():
     shape = (1, 1 << 40, 2, 8)
     x = torch.empty(shape, device="meta")
@@ -195,8 +207,11 @@ def test_nothing_is_allocated_for_tensors_without_memory():
 
 
 OPTIONS = {
-    "scale": ("1/2", 0.0, None, 0.25, torch.tensor(0.25), [1]),
-    "lower_bound": (-5, None, "x"),
+    "scale": (
+        *("1/2", "0.5", b"1", 0.0, None, 0.25, 1, 10**400, torch.tensor(0.25), [1]),
+        *(np.float32(0.3), torch.tensor(0.25, requires_grad=True)),
+    ),
+    "lower_bound": (-5, None, "x", "-5"),
     "qk_l2norm": (True, 1, 2, None, ""),
     "gate": ("softplus", "hard", None, [1]),
     "beta_form": ("logits", "logits_x2", 3),
@@ -216,6 +231,17 @@ def test_options_have_the_same_outcome(name):
         with one_by_one():
             want = outcome(call)
         check(got == want, f"{name}={value!r}: {got}, one by one {want}")
+
+
+def test_a_learned_scale_is_refused():
+    """Its gradient would be lost, here and in FLA's functions, which take the same way to the library."""
+    import pylinattn.torch as ours
+
+    x, learned = inputs("gdn")["plain"], torch.tensor(0.25, requires_grad=True)
+    for function in (pylinattn.gdn_fwd, ours.chunk_gated_delta_rule):
+        with pytest.raises(TypeError, match=r"\bscale\b.*requires grad"):
+            function(*x, scale=learned)
+        function(*x, scale=learned.item())
 
 
 def test_functorch_and_modes_have_the_same_outcome():
@@ -255,6 +281,45 @@ def test_copy_on_write_is_not_written_through():
     pylinattn.gdn_decode(*(y[:, :1] for y in x["plain"]), state)
     check(torch.equal(shared, before), "a lazy clone's original was written")
     check(not torch.equal(state, before), "the lazy clone was not")
+
+
+def writing_calls(x, state, o):
+    """Calls that write one of these two, each with the one that it writes."""
+    plain, d_o = x["plain"], torch.ones_like(o)
+    each = [y[0, :N].unsqueeze(1) for y in plain]  # one token for each state
+    kept = pylinattn.gdn_verify(*each, state)[1:]
+    yield state, lambda: pylinattn.gdn_decode(*each, state)
+    yield state, lambda: pylinattn.delta_commit(state, *kept, torch.ones(N, dtype=torch.int64))
+    yield state, lambda: pylinattn.gdn_fwd(*each, initial_state=state, final_state=state)
+    rows = dict(read_indices=torch.tensor([0]), write_indices=torch.tensor([[1]]))
+    yield state, lambda: pylinattn.gdn_verify(*(y[:1] for y in each), state, **rows)
+    yield o, lambda: pylinattn.gdn_fwd(*plain, o=o)
+    yield o, lambda: pylinattn.gdn_verify(*(y[:, :3] for y in plain), state[:1], o=o[:, :3])
+    yield o, lambda: pylinattn.gdn_bwd(*plain, d_o, dv=o)
+    yield o, lambda: pylinattn.gdn_fwd(*(y.numpy() for y in plain), o=o)
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, one_by_one], ids=["at_once", "one_by_one"])
+def test_autograd_sees_what_is_written(way):
+    """A tensor that a gradient needs, written by a call, is an error in the backward, not a wrong gradient."""
+    x = inputs("gdn")
+    weight = torch.ones(1, requires_grad=True)
+    state, o = x["state"].clone(), torch.zeros(B, T, HV, V)
+    for written, call in writing_calls(x, state, o):
+        loss = (weight * written).sum()
+        with way(), torch.no_grad():
+            call()
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+    loss = (weight * state).sum()
+    token = [y[:, :1] for y in x["plain"]]
+    with way(), torch.no_grad():
+        with pytest.raises(ValueError, match="scale"):
+            pylinattn.gdn_decode(*token, state[:1], scale=0.0)
+        check(bool(pylinattn.supports("gdn_decode", *token, state[:1])), "not supported")
+    loss.backward()  # nothing was written
+    with torch.inference_mode(), way():
+        pylinattn.gdn_decode(*token, state[:1].clone())
 
 
 def test_threads_and_calls_within_calls():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dlpack_producer import Producer
 from harness import POSITIONAL, check, check_forward, check_outputs, expect, forward
 
 import pylinattn
+from pylinattn.ops import OPS
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 CASE = Case("gdn", (40, 9), 1, 2, 16, 8, "f32")
@@ -92,6 +94,11 @@ def test_numpy_subclasses_and_structs(plain, tmp_path):
     done = fwd(inputs | {"q": mapped}, output_final_state=True)
     same(done, plain)
     check(type(done.o) is np.ndarray, f"o of a memory map is {type(done.o)}")
+    for name in ("q", "v"):
+        masked = np.ma.masked_less(inputs[name], 0)
+        with pytest.raises(TypeError, match=rf"\b{name}\b.*mask"):
+            fwd(inputs | {name: masked})
+        same(fwd(inputs | {name: masked.data}, output_final_state=True), plain)
     record = np.zeros(inputs["g"].shape, [("g", np.float32), ("beta", np.float32), ("x", np.int16)])
     record["g"] = inputs["g"]
     with pytest.raises(
@@ -101,7 +108,11 @@ def test_numpy_subclasses_and_structs(plain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.int32, np.complex64, np.bool_, np.uint16, ">f4", object, "V2"]
+    "dtype",
+    [
+        *(np.int32, np.complex64, np.bool_, np.uint16, ">f4", object, "V2"),
+        np.dtype(ml_dtypes.bfloat16).newbyteorder(),
+    ],
 )
 def test_dtypes_that_are_refused(dtype):
     inputs = numpy_inputs()
@@ -125,6 +136,41 @@ def test_things_that_are_no_arrays(wrong):
         )
 
 
+def small_call(op):
+    """What an op needs, as NumPy arrays of no content, and what else it takes with gate "softplus"."""
+    family, N, T, H, HV, K, V = op[:3], 2, 3, 1, 2, 4, 5
+    gates = (HV, K) if family == "kda" else (HV,)
+    key, value, state = (N, T, H, K), (N, T, HV, V), (N, HV, K, V)
+    shapes = dict(q=key, k=key, v=value, g=(N, T, *gates), beta=(N, T, HV), state=state, d_o=value)
+    shapes |= dict(initial_state=state, d_final_state=state, o=value, dq=key, dg=(N, T, *gates))
+    shapes |= dict(u=value, kept_k=key, kept_u=value, states=(1, *state), final_state=state)
+    rank = (1,) if op == "segment_merge" else ()
+    shapes |= dict(M=(*rank, N, HV, K, K), h=(*rank, *state))
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    arrays |= {name: np.arange(N) for name in ("accepted", "read_indices", "write_indices")}
+    gate = dict(A_log=np.zeros(HV, np.float32), dt_bias=np.zeros(gates, np.float32))
+    parameters = inspect.signature(OPS[op].function).parameters
+    needed = {n: arrays[n] for n, p in parameters.items() if p.default is p.empty}
+    return needed, [n for n in (*arrays, *gate) if n in parameters], gate | {"gate": "softplus"}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("op", OPS)
+def test_things_that_are_no_arrays_in_any_place(op):
+    """Each array of each op, with NumPy and with torch: an error of ours that names it."""
+    torch = pytest.importorskip("torch")
+    needed, names, gate = small_call(op)
+    sparse, nested = torch.zeros(2, 2).to_sparse(), torch.nested.nested_tensor([torch.zeros(2)] * 2)
+    wrong = [None, 3.0, "x", [1.0], object(), np.array(["a"]), memoryview(b"x"), sparse, nested]
+    for library in (np.asarray, torch.from_numpy):
+        for name in names:
+            given = needed | (gate if name in ("A_log", "dt_bias") else {})
+            given = {n: library(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+            for x in wrong if name in needed else wrong[1:]:
+                with pytest.raises(pylinattn.LinattnError, match=rf"\b{name}\b"):
+                    OPS[op].function(**(given | {name: x}))
+
+
 def test_wrong_options_name_themselves():
     inputs = numpy_inputs()
     for option, wrong in (
@@ -135,6 +181,8 @@ def test_wrong_options_name_themselves():
         ("splits", -2),
         ("checkpoint_every", 63),
         ("scale", "big"),
+        ("scale", "0.5"),
+        ("scale", 10**400),
         ("scale", 0.0),
         ("lower_bound", 2.0),
     ):
@@ -171,6 +219,20 @@ def test_supports_answers_for_one_call():
             pylinattn.gdn_fwd(*positional, **inputs, o=o, **wrong)
         check(str(error.value) == no.reason, f"{no.reason} before, {error.value} in the call")
     check((o == 7.0).all(), "supports wrote o")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("K", "8"), ("K", 8.0), ("K", 2**70), ("V", None), ("device", f"cuda:{2**40}"), ("op", [])],
+    ids=str,
+)
+def test_supports_names_what_is_wrong(name, wrong):
+    question = dict(op="gdn_fwd", device="cpu", dtype="f32", K=8, V=8) | {name: wrong}
+    if wrong is None:  # as K
+        check(bool(pylinattn.supports(**question)), "V = None is refused")
+        return
+    with pytest.raises(pylinattn.LinattnError, match=rf"\b{name}\b"):
+        pylinattn.supports(**question)
 
 
 def test_errors_are_builtin_exceptions_too():

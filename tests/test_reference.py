@@ -101,3 +101,16 @@ def test_verify_then_commit_is_decode():
     decoded = reference.kda_decode(*cut, pool, read_indices=rows, qk_l2norm=True)
     np.testing.assert_array_equal(done, decoded.state)
     np.testing.assert_array_equal(seen.o[:, :3], decoded.o)
+
+
+def test_no_heads():
+    """As the ops: calls of no heads give arrays of none."""
+    key, gates = np.zeros((2, 3, 0, 4)), np.zeros((2, 3, 0))
+    pool = np.zeros((2, 0, 4, 4))
+    inputs = (key, key, key, gates, gates)
+    np.testing.assert_equal(reference.gdn_fwd(*inputs).final_state.shape, pool.shape)
+    np.testing.assert_equal(reference.gdn_decode(*inputs, pool).o.shape, key.shape)
+    np.testing.assert_equal(reference.gdn_verify(*inputs, pool).kept_u.shape, key.shape)
+    np.testing.assert_equal(reference.gdn_bwd(*inputs, key).dq.shape, key.shape)
+    np.testing.assert_equal(reference.gdn_segment(*inputs).h.shape, pool.shape)
+    np.testing.assert_equal(reference.delta_commit(pool, key, key, gates, [1, 2]).shape, pool.shape)

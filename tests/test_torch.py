@@ -394,6 +394,19 @@ def test_compile(per_channel):
         check(torch.equal(compiled()[0], problem.ours()[0]), "compiled without gradients")
 
 
+@pytest.mark.parametrize("per_channel", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_without_a_final_state(per_channel, backend):
+    """The usual call of a layer in training."""
+    problem = Problem(dict(l2norm=True, state=True), per_channel, torch.float32)
+    names, tensors = zip(*problem.tensors().items())
+    layer = lambda: problem.ours(output_final_state=False)[0].square().sum()  # noqa: E731
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    got, want = (torch.autograd.grad(run(), tensors) for run in (compiled, layer))
+    for name, mine, theirs in zip(names, got, want):
+        check(torch.equal(mine, theirs), f"d{name}: compiled and eager differ")
+
+
 @pytest.mark.slow
 def test_compile_recurrent_and_inductor():
     problem = Problem(dict(l2norm=True, state=True), False, torch.float32, grad=False)
