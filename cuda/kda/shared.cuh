@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/join.cuh"
 #include "common/pipeline.cuh"
 #include "common/swizzle.cuh"
 #include "ops.h"
@@ -65,12 +66,6 @@ struct KernelParams {
     int cut;            // sequences are cut into segments for so many CTAs a head at most; 0: they are not
     float *g_segments;  // [slots][HV][kSlotFloats]: the state before a segment, V-first; its M, K-first
 };
-
-// Of a segment and head in the workspace. M's rows lie 16 bytes further on in the banks of shared memory.
-template <int D>
-constexpr int kTransitionPitch = D + 4;
-template <int D>
-constexpr int kSlotFloats = D * D + D * kTransitionPitch<D>;
 
 struct TensorMaps {
     CUtensorMap q, k, v, g;

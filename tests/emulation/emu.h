@@ -199,6 +199,11 @@ inline void mbarrier_arrive_expect_tx(uint32_t b, uint32_t n) {
 inline void mbarrier_wait_parity(uint32_t b, uint32_t p) {
     while (mb(b).phase == (p & 1)) yield();
 }
+inline void mbarrier_arrive_and_wait(uint32_t b) {
+    const uint32_t phase = mb(b).phase;
+    mbarrier_arrive(b);
+    mbarrier_wait_parity(b, phase);
+}
 inline void complete(uint32_t b, int n) {
     mb(b).tx -= n;
     mb_check(mb(b));
