@@ -196,6 +196,7 @@ inline void mbarrier_arrive_expect_tx(uint32_t b, uint32_t n) {
     mb(b).pending--;
     mb_check(mb(b));
 }
+inline void mbarrier_expect_tx(uint32_t b, uint32_t n) { mb(b).tx += n; }
 inline void mbarrier_wait_parity(uint32_t b, uint32_t p) {
     while (mb(b).phase == (p & 1)) yield();
 }
