@@ -10,8 +10,9 @@
 // Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody: a lane
 // has two channels of R / 4 tokens, sums of the gates meet by shuffles. X takes the place of k, q and g as copied.
 //
-// Schedule:  copies of tokens and state . gates, norms, X, Y, X Y^T over the warp's channels . barrier . X S begins; A, Q; a warp:
-//            factors . barrier . a warp: P; all: W . barrier . O
+// Schedule:  copies of tokens and state . gates, norms, X, Y, X Y^T over the warp's channels . barrier . A, Q; a warp: factors .
+//            barrier . a warp: P; all: W . barrier . O
+// X S begins after the first barrier (GDN) or once P is asked for (KDA): its tokens are there long before its state.
 #pragma once
 #include "common/device_guard.h"
 #include "common/tensor_map.h"
@@ -126,6 +127,36 @@ struct Columns {
 };
 
 template <class C>
+__device__ __forceinline__ void wait_for_state(Bf16Smem<C> &smem) {
+    if constexpr (C::kTma)
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
+    else
+        ptx::cp_async_wait_group<0>();
+}
+
+// Z^T of the warpgroup's tiles of 64 columns, begun.
+template <class C>
+__device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::kTiles][C::R * C::kTerms], int first_tile) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int m = 0; m < C::kTiles; ++m) {
+        uint32_t state = ptx::shared_address(smem.S[first_tile + m]), x = ptx::shared_address(smem.x);
+#pragma unroll
+        for (int s = 0; s < C::D / 16; ++s) {
+            uint64_t left = C::kVFirst ? ptx::wgmma_descriptor(C::S::k_major_low(state, 0, 16 * s), C::S::k_major_high())
+                                       : ptx::wgmma_descriptor(C::S::mn_major_low(state, 16 * s, 0), C::S::mn_major_high());
+            uint64_t right = ptx::wgmma_descriptor(C::X::k_major_low(x, 0, 16 * s), C::X::k_major_high());
+            constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
+            if (s == 0)
+                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right);
+            else
+                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right, true);
+        }
+    }
+    ptx::wgmma_commit_group();
+}
+
+template <class C>
 __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, Bf16Smem<C> &smem) {
     const uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
     const uint32_t role = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
@@ -178,35 +209,24 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
             float G = decays_so_far<C::R>(c, token, g_bits, gate.bias[0][0], gate.a_log);
             if (lane_of() < C::R) smem.G[lane_of()] = G;
         }
-    if constexpr (C::kTma)
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
-    else
-        ptx::cp_async_wait_group<0>();
+    if constexpr (!C::kTriangleFirst) wait_for_state(smem);
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
     const int wide_tile = threadIdx.x / 128 * C::kTiles;  // of 64 columns, the first of the warpgroup
     float z[C::kTiles][C::R * C::kTerms];
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int m = 0; m < C::kTiles; ++m) {
-        uint32_t state = ptx::shared_address(smem.S[wide_tile + m]), x = ptx::shared_address(smem.x);
-#pragma unroll
-        for (int s = 0; s < C::D / 16; ++s) {
-            uint64_t left = C::kVFirst ? ptx::wgmma_descriptor(C::S::k_major_low(state, 0, 16 * s), C::S::k_major_high())
-                                       : ptx::wgmma_descriptor(C::S::mn_major_low(state, 16 * s, 0), C::S::mn_major_high());
-            uint64_t right = ptx::wgmma_descriptor(C::X::k_major_low(x, 0, 16 * s), C::X::k_major_high());
-            constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
-            if (s == 0)
-                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right);
-            else
-                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right, true);
-        }
-    }
-    ptx::wgmma_commit_group();
+    if constexpr (!C::kTriangleFirst) multiply_state(smem, z, wide_tile);
     sum_products(smem);
     if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
     __syncthreads();
     if (role == 0) solve_draft(smem);
+    if constexpr (C::kTriangleFirst) {
+        wait_for_state(smem);
+        if constexpr (!C::kTma) {  // every thread has copied a part of it
+            ptx::fence_proxy_async_shared_cta();
+            __syncthreads();
+        }
+        multiply_state(smem, z, wide_tile);
+    }
     ptx::wgmma_wait_group<0>();
     Columns<C> columns[C::kTiles];
     auto first_column = [&](int m) { return 64 * (wide_tile + m) + 16 * static_cast<int>(threadIdx.x / 32 % 4); };

@@ -11,8 +11,9 @@ template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kTermsOfX, int 
 struct Bf16Config {
     static constexpr int D = 128, R = kMostTokens, kTerms = kTermsOfX, kWidth = kColumns, kResident = kCtas;
     static constexpr bool kKda = kKdaGate, kVFirst = kVFirstOrder;
-    static constexpr bool kTma = kWidth == D;    // many states
-    static constexpr int kTiles = kTilesOfWarp;  // of 16 columns of V, of a warp
+    static constexpr bool kTma = kWidth == D;     // many states
+    static constexpr bool kTriangleFirst = kKda;  // P before the state is waited for, or beside its products
+    static constexpr int kTiles = kTilesOfWarp;   // of 16 columns of V, of a warp
     static constexpr int kWarps = kWidth / 16 / kTiles, kThreads = 32 * kWarps, kSlices = D / kWidth;
     static constexpr int kUnits = D / 16 / kWarps;              // of 16 channels, of a warp
     static constexpr int kGroup = R / 4;                        // tokens of a lane
