@@ -134,25 +134,34 @@ __device__ __forceinline__ void wait_for_state(Bf16Smem<C> &smem) {
         ptx::cp_async_wait_group<0>();
 }
 
-// Z^T of the warpgroup's tiles of 64 columns, begun.
+// Of 64 columns, the first of the warpgroup.
 template <class C>
-__device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::kTiles][C::R * C::kTerms], int first_tile) {
+__device__ __forceinline__ int wide_tile() {
+    return C::kThreads > 128 ? __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) * C::kTiles : 0;
+}
+
+// Z^T of the warpgroup's tiles, begun.
+template <class C>
+__device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::kTiles][C::R * C::kTerms]) {
+    // Of one step of K for the first tile; the others are a constant further on.
+    const uint32_t state = ptx::shared_address(smem.S[wide_tile<C>()]), x = ptx::shared_address(smem.x);
+    const uint32_t left = C::kVFirst ? C::S::k_major_low(state, 0, 0) : C::S::mn_major_low(state, 0, 0),
+                   right = C::X::k_major_low(x, 0, 0);
+    constexpr uint32_t kLeftHigh = C::kVFirst ? C::S::k_major_high() : C::S::mn_major_high();
+    constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int m = 0; m < C::kTiles; ++m) {
-        uint32_t state = ptx::shared_address(smem.S[first_tile + m]), x = ptx::shared_address(smem.x);
+    for (int m = 0; m < C::kTiles; ++m)
 #pragma unroll
         for (int s = 0; s < C::D / 16; ++s) {
-            uint64_t left = C::kVFirst ? ptx::wgmma_descriptor(C::S::k_major_low(state, 0, 16 * s), C::S::k_major_high())
-                                       : ptx::wgmma_descriptor(C::S::mn_major_low(state, 16 * s, 0), C::S::mn_major_high());
-            uint64_t right = ptx::wgmma_descriptor(C::X::k_major_low(x, 0, 16 * s), C::X::k_major_high());
-            constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
+            const uint32_t of_left = m * C::S::kBytes + (C::kVFirst ? C::S::offset(0, 16 * s) : C::S::offset(16 * s, 0));
+            uint64_t a = ptx::wgmma_descriptor(left + of_left / 16, kLeftHigh),
+                     b = ptx::wgmma_descriptor(right + C::X::offset(0, 16 * s) / 16, C::X::k_major_high());
             if (s == 0)
-                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right);
+                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], a, b);
             else
-                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right, true);
+                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], a, b, true);
         }
-    }
     ptx::wgmma_commit_group();
 }
 
@@ -212,9 +221,8 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     if constexpr (!C::kTriangleFirst) wait_for_state(smem);
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
-    const int wide_tile = threadIdx.x / 128 * C::kTiles;  // of 64 columns, the first of the warpgroup
     float z[C::kTiles][C::R * C::kTerms];
-    if constexpr (!C::kTriangleFirst) multiply_state(smem, z, wide_tile);
+    if constexpr (!C::kTriangleFirst) multiply_state(smem, z);
     sum_products(smem);
     if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
     __syncthreads();
@@ -225,11 +233,11 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
             ptx::fence_proxy_async_shared_cta();
             __syncthreads();
         }
-        multiply_state(smem, z, wide_tile);
+        multiply_state(smem, z);
     }
     ptx::wgmma_wait_group<0>();
     Columns<C> columns[C::kTiles];
-    auto first_column = [&](int m) { return 64 * (wide_tile + m) + 16 * static_cast<int>(threadIdx.x / 32 % 4); };
+    auto first_column = [&](int m) { return 64 * (wide_tile<C>() + m) + 16 * static_cast<int>(threadIdx.x / 32 % 4); };
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) {
         ptx::register_fence(z[m]);
