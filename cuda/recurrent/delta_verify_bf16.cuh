@@ -7,17 +7,20 @@
 // beta (v - Z_k), outputs are O = Z_q + P W, where P (I + A) = Q: a triangle of the tokens alone, solved by one warp while the
 // products with the state run. W is in registers in the form of a fragment; W and P are of two terms, too.
 //
-// Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody: a lane
-// has two channels of R / 4 tokens, sums of the gates meet by shuffles. X takes the place of k, q and g as copied.
+// Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody. X takes
+// the place of k, q and g as copied; KDA's Y = k_j / E_j stays in registers (verify_bf16_kda.cuh).
 //
-// Schedule:  copies of tokens and state . gates, norms, X, Y, X Y^T over the warp's channels . barrier . A, Q; a warp: factors .
-//            barrier . a warp: P; all: W . barrier . O
-// X S begins after the first barrier (GDN) or once P is asked for (KDA): its tokens are there long before its state.
+// Schedule:  KDA  copies of tokens and state . gates, norms, X, X Y^T over the warp's channels . barrier . a warp: factors, P . the
+//                 state is there, barrier . X S, W, O: only they follow the state, which lands long after its tokens
+//            GDN  copies . norms, X X^T . the state is there, barrier . X S begins; A, Q; a warp: factors . barrier . a warp: P;
+//                 all: W . barrier . O
+//
+// Shared memory of an SM with four states of 16 tokens of KDA: 4 (56 + 1) KB, all there is: S 32, X 16, v 4, parts of A and Q 3.
 #pragma once
 #include "common/device_guard.h"
 #include "common/tensor_map.h"
 #include "ptx/wgmma.cuh"
-#include "verify_bf16_tokens.cuh"
+#include "verify_bf16_kda.cuh"
 
 namespace linattn::cuda::delta_verify {
 
@@ -87,9 +90,9 @@ struct Columns {
         const int lane = lane_of(), q = lane % 4, matrix = lane / 8, tokens = static_cast<int>(p.tokens);
         const bool bf16 = c.q.dtype == DType::BF16;
         if constexpr (kBlocks == 2) {
-            uint32_t at = ptx::shared_address(smem.p[0][matrix % 2][matrix / 2 * 8 + lane % 8]), of[4], rest[4];
+            uint32_t at = ptx::shared_address(smem.triangle.p[0][matrix % 2][matrix / 2 * 8 + lane % 8]), of[4], rest[4];
             ptx::ldmatrix_x4(of, at);
-            ptx::ldmatrix_x4(rest, at + sizeof smem.p[0]);
+            ptx::ldmatrix_x4(rest, at + sizeof smem.triangle.p[0]);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 ptx::mma_m16n8k16<__nv_bfloat16>(out[j], high, of[2 * j], of[2 * j + 1]);
@@ -98,7 +101,7 @@ struct Columns {
             }
         } else {
             uint32_t of[2];
-            ptx::ldmatrix_x2(of, ptx::shared_address(smem.p[matrix % 2][0][lane % 8]));
+            ptx::ldmatrix_x2(of, ptx::shared_address(smem.triangle.p[matrix % 2][0][lane % 8]));
             ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[0]);
             ptx::mma_m16n8k8<__nv_bfloat16>(out[0], low, of[0]);
             ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[1]);
@@ -168,7 +171,8 @@ __device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::
 template <class C>
 __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, Bf16Smem<C> &smem) {
     const uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
-    const uint32_t role = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
+    // Not of the same warp in every CTA: 0 solves the triangle. KDA's names, seen from that warp, each other one's slot too.
+    const uint32_t role = C::kKda ? (threadIdx.x / 32) ^ blockIdx.x % C::kWarps : (threadIdx.x / 32 + blockIdx.x) % C::kWarps;
     Choices c(p.options, p.lower_bound);
     const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
     if constexpr (C::kTma) {
@@ -183,15 +187,16 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     } else {
         copy_draft(p, c, smem, n, head, v_cta);
     }
-    PairGate<C> gate;
+    std::conditional_t<C::kKda, LaneGate<C>, HeadGate> gate;
     const bool token = lane_of() < p.tokens;
     uint32_t beta_bits = 0, g_bits = 0;
     if (C::kKda || role == 0) gate.fetch(p, c, head);
-    if (role == 1 && token) beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
+    if (role == (C::kKda ? 0 : 1) && token) beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
     if (!C::kKda && role == 0 && token) g_bits = c.g.load(p.g.at(n, lane_of(), head));
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
     if constexpr (C::kTma) {
         __syncthreads();
+        if constexpr (C::kKda) gate.finish(c);
         ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[0]), 0);
     }
     if (!row.within(p.rows)) {
@@ -204,36 +209,46 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     if constexpr (!C::kTma) {
         copy_state(smem, p.state + uint64_t{head} * p.state_head + uint64_t{row.low} * p.state_row +
                              v_cta * (C::kVFirst ? 2 * C::D : 2));
+        if constexpr (C::kKda) gate.finish(c);
         ptx::cp_async_wait_group<1>();
         if (C::kKda && c.g.dtype == DType::F32)
             __syncthreads();
         else
             __syncwarp();
     }
-    prepare_draft(p, c, smem, gate);
-    __syncwarp();
-    multiply_draft(smem);
-    if constexpr (!C::kKda)
+    float z[C::kTiles][C::R * C::kTerms];
+    if constexpr (C::kKda) {
+        Square<C> square;
+        prepare_channels(p, c, smem, gate, square);
+        if (role > 0) square.store(smem, role - 1);
+        ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
         if (role == 0) {
-            float G = decays_so_far<C::R>(c, token, g_bits, gate.bias[0][0], gate.a_log);
+            scale_draft(p, c, smem, token ? beta_of(c, beta_bits) : 0.0f);
+            square.collect(smem);
+            __syncwarp();
+            solve_draft(smem);
+        }
+        wait_for_state(smem);
+        if constexpr (!C::kTma) ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
+        multiply_state(smem, z);
+    } else {
+        prepare_plain(smem);
+        __syncwarp();
+        multiply_draft(smem);
+        if (role == 0) {
+            float G = decays_so_far<C::R>(c, token, g_bits, gate.bias, gate.a_log);
             if (lane_of() < C::R) smem.G[lane_of()] = G;
         }
-    if constexpr (!C::kTriangleFirst) wait_for_state(smem);
-    ptx::fence_proxy_async_shared_cta();
-    __syncthreads();
-    float z[C::kTiles][C::R * C::kTerms];
-    if constexpr (!C::kTriangleFirst) multiply_state(smem, z);
-    sum_products(smem);
-    if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
-    __syncthreads();
-    if (role == 0) solve_draft(smem);
-    if constexpr (C::kTriangleFirst) {
         wait_for_state(smem);
-        if constexpr (!C::kTma) {  // every thread has copied a part of it
-            ptx::fence_proxy_async_shared_cta();
-            __syncthreads();
-        }
+        ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
         multiply_state(smem, z);
+        sum_products(smem);
+        if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
+        __syncthreads();
+        if (role == 0) solve_draft(smem);
     }
     ptx::wgmma_wait_group<0>();
     Columns<C> columns[C::kTiles];
@@ -243,7 +258,7 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
         ptx::register_fence(z[m]);
         columns[m].begin(c, smem, z[m], first_column(m));
     }
-    __syncthreads();
+    if constexpr (!C::kKda) __syncthreads();
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) columns[m].end(p, c, smem, first_column(m), o);
 }
