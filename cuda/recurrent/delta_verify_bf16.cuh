@@ -19,6 +19,7 @@
 #pragma once
 #include "common/device_guard.h"
 #include "common/tensor_map.h"
+#include "ptx/cta.cuh"
 #include "ptx/wgmma.cuh"
 #include "verify_bf16_kda.cuh"
 
@@ -174,17 +175,22 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     // Not of the same warp in every CTA: 0 solves the triangle. KDA's names, seen from that warp, each other one's slot too.
     const uint32_t role = C::kKda ? (threadIdx.x / 32) ^ blockIdx.x % C::kWarps : (threadIdx.x / 32 + blockIdx.x) % C::kWarps;
     Choices c(p.options, p.lower_bound);
-    const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
+    auto read_row = [&] { return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n); };
+    Row row(n);
     if constexpr (C::kTma) {
-        if (threadIdx.x == 0) {
+        // One lane, chosen so that the compiler knows it for one: no loop around each copy.
+        const bool elected = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0 && ptx::elect_sync();
+        if (elected) {
             ptx::mbarrier_init(ptx::shared_address(&smem.arrived[0]), 1);
             ptx::mbarrier_init(ptx::shared_address(&smem.arrived[1]), 1);
             ptx::fence_mbarrier_init();
             load_draft(p, c, *maps, smem, n, head);
-            if (row.within(p.rows)) load_state(*maps, smem, row.low, head);
         }
+        row = read_row();  // a coordinate waits where it is read: behind the tokens' copies
+        if (elected && row.within(p.rows)) load_state(*maps, smem, row.low, head);
         __syncwarp();
     } else {
+        row = read_row();
         copy_draft(p, c, smem, n, head, v_cta);
     }
     std::conditional_t<C::kKda, LaneGate<C>, HeadGate> gate;

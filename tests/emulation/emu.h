@@ -154,6 +154,10 @@ inline void st_shared_v4_f32(uint32_t a, float4 v) { st(a, v); }
 // cta
 inline void bar_sync(uint32_t id, uint32_t n) { meet(bars[id], n); }
 inline void barrier_sync(uint32_t id, uint32_t n) { bar_sync(id, n); }
+inline bool elect_sync() {
+    warp();
+    return L() == 31;  // which one is not promised
+}
 inline void bar_arrive(uint32_t id, uint32_t n) {
     if (++bars[id].count == (int)n) {
         bars[id].count = 0;
