@@ -148,8 +148,9 @@ __device__ __forceinline__ int wide_tile() {
 template <class C>
 __device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::kTiles][C::R * C::kTerms]) {
     // Of one step of K for the first tile; the others are a constant further on.
-    const uint32_t state = ptx::shared_address(smem.S[wide_tile<C>()]), x = ptx::shared_address(smem.x);
-    const uint32_t left = C::kVFirst ? C::S::k_major_low(state, 0, 0) : C::S::mn_major_low(state, 0, 0),
+    const uint32_t state = ptx::shared_address(smem.S), x = ptx::shared_address(smem.x);
+    const int column = 64 * wide_tile<C>();
+    const uint32_t left = C::kVFirst ? C::S::k_major_low(state, column, 0) : C::S::mn_major_low(state, 0, column),
                    right = C::X::k_major_low(x, 0, 0);
     constexpr uint32_t kLeftHigh = C::kVFirst ? C::S::k_major_high() : C::S::mn_major_high();
     constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::
     for (int m = 0; m < C::kTiles; ++m)
 #pragma unroll
         for (int s = 0; s < C::D / 16; ++s) {
-            const uint32_t of_left = m * C::S::kBytes + (C::kVFirst ? C::S::offset(0, 16 * s) : C::S::offset(16 * s, 0));
+            const uint32_t of_left = C::kVFirst ? C::S::offset(64 * m, 16 * s) : C::S::offset(16 * s, 64 * m);
             uint64_t a = ptx::wgmma_descriptor(left + of_left / 16, kLeftHigh),
                      b = ptx::wgmma_descriptor(right + C::X::offset(0, 16 * s) / 16, C::X::k_major_high());
             if (s == 0)
@@ -293,14 +294,21 @@ inline bool boxes_fit(const DeltaParams &p) {
 
 template <class C>
 Maps maps_of(const DeltaParams &p) {
-    auto map = [&](const char *name, const Tensor &t, int64_t heads) {
-        return make_tile_map(name, t, p.N, p.T, heads, C::D, C::R, 128 / dtype_bytes(t.dtype));
+    auto map = [&](const char *name, const Tensor &t, int64_t heads, int tokens) {
+        const int64_t panel = 128 / dtype_bytes(t.dtype), panels = C::D / panel;
+        return make_tensor_map(name, t.data, t.dtype,
+                               {{panel, 1, panel},
+                                {heads, t.stride[2], 1},
+                                {p.T, t.stride[1], tokens},
+                                {p.N, t.stride[0], 1},
+                                {panels, panel, panels}},
+                               128);
     };
-    Maps maps = {map("q", p.q, p.H), map("k", p.k, p.H), map("v", p.v, p.HV), {}, {}};
-    if (C::kKda) maps.g = map("g", p.g, p.HV);
+    Maps maps = {map("q", p.q, p.H, 8), map("k", p.k, p.H, 8), map("v", p.v, p.HV, C::R), {}, {}};
+    if (C::kKda) maps.g = map("g", p.g, p.HV, 8);
     maps.state = make_tensor_map(
         "state", p.state_in.data, p.state_in.dtype,
-        {{C::D, 1, 64}, {p.HV, p.state_in.stride[1], 1}, {C::D, C::D, C::S::kRows}, {p.P, p.state_in.stride[0], 1}}, 128);
+        {{64, 1, 64}, {p.HV, p.state_in.stride[1], 1}, {C::D, C::D, C::D}, {p.P, p.state_in.stride[0], 1}, {2, 64, 2}}, 128);
     return maps;
 }
 

@@ -171,7 +171,7 @@ __device__ __forceinline__ void prepare_channels(const Params &p, Bf16Smem<C> &s
         uint32_t raw[kBlocks][4], high[kBlocks][4], low[kBlocks][4], y[2][2 * kBlocks];
 #pragma unroll
         for (int tile = 0; tile < kBlocks; ++tile) {
-            ptx::ldmatrix_x4(raw[tile], x + 16 * 128 * tile);
+            ptx::ldmatrix_x4(raw[tile], x + C::X::offset(16 * tile, 0));
             // |k|^2 and |q|^2: the diagonal of the products of a fragment with itself
             if (C::R == 8)
 #pragma unroll
@@ -209,8 +209,8 @@ __device__ __forceinline__ void prepare_channels(const Params &p, Bf16Smem<C> &s
             }
 #pragma unroll
         for (int tile = 0; tile < kBlocks; ++tile) {
-            ptx::stmatrix_x4(x + 16 * 128 * tile, high[tile]);
-            ptx::stmatrix_x4(x + 16 * 128 * tile + C::kLow, low[tile]);
+            ptx::stmatrix_x4(x + C::X::offset(16 * tile, 0), high[tile]);
+            ptx::stmatrix_x4(x + C::X::offset(16 * tile, 0) + C::kLow, low[tile]);
         }
         if constexpr (kBlocks == 2) {
 #pragma unroll

@@ -8,6 +8,25 @@
 
 namespace linattn::cuda::delta_verify {
 
+// Rows of 128 numbers in blocks of 8, in a block its two panels of 64 columns one after the other: what a box of TMA brings.
+template <int kTileRows>
+struct BlockTile {
+    using Block = SmemTile<8, 128, ptx::Swizzle::B128>;
+    static constexpr int kBytes = kTileRows * 256;
+    static constexpr __host__ __device__ __forceinline__ uint32_t offset(int row, int col) {
+        return static_cast<uint32_t>(row) / 8 * Block::kBytes + Block::offset(static_cast<uint32_t>(row) % 8, col);
+    }
+    static constexpr __host__ __device__ __forceinline__ uint32_t k_major_low(uint32_t base, int row, int col) {
+        return ptx::wgmma_descriptor_low(base + offset(row, col), 16);
+    }
+    static constexpr __host__ __device__ __forceinline__ uint32_t k_major_high() {
+        return ptx::wgmma_descriptor_high(Block::kBytes, Block::kSwizzle);
+    }
+    static constexpr __host__ __device__ __forceinline__ uint32_t block16_offset(int row, int col, int lane) {
+        return offset(row + lane % 16, col + lane / 16 * 8);
+    }
+};
+
 template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kTermsOfX, int kColumns, int kTilesOfWarp, int kCtas>
 struct Bf16Config {
     static constexpr int D = 128, R = kMostTokens, kTerms = kTermsOfX, kWidth = kColumns, kResident = kCtas;
@@ -15,12 +34,12 @@ struct Bf16Config {
     static constexpr bool kTma = kWidth == D;    // many states
     static constexpr int kTiles = kTilesOfWarp;  // of 16 columns of V, of a warp
     static constexpr int kWarps = kWidth / 16 / kTiles, kThreads = 32 * kWarps, kSlices = D / kWidth;
-    static constexpr int kUnits = D / 16 / kWarps;              // of 16 channels, of a warp
-    static constexpr int kSquares = kKda && R == 16 ? 4 : 8;    // parts of |k|^2 and |q|^2
-    using X = SmemTile<2 * R * kTerms, D, ptx::Swizzle::B128>;  // of each term: rows of k, rows of q
+    static constexpr int kUnits = D / 16 / kWarps;            // of 16 channels, of a warp
+    static constexpr int kSquares = kKda && R == 16 ? 4 : 8;  // parts of |k|^2 and |q|^2
+    using X = BlockTile<2 * R * kTerms>;                      // of each term: rows of k, rows of q
     using V = SmemTile<R, kWidth, ptx::Swizzle::B128>;
-    using S = SmemTile<kVFirst ? 64 : D, kVFirst ? D : 64, ptx::Swizzle::B128>;  // of a warpgroup
-    static constexpr int kLow = 2 * R * 128;  // bytes from a number's high term to its low one
+    using S = SmemTile<kVFirst ? kWidth : D, kVFirst ? D : kWidth, ptx::Swizzle::B128>;
+    static constexpr int kLow = 2 * R * 256;  // bytes from a number's high term to its low one
     static_assert(R == 8 || kWarps == 4, "sums of products are of four warps' channels");
 };
 
@@ -46,7 +65,7 @@ struct KdaTriangle {
 
 template <class C>
 struct Bf16Smem {
-    alignas(1024) char S[C::kWidth / 64][C::S::kBytes];
+    alignas(1024) char S[C::S::kBytes];
     char x[C::X::kBytes];  // as copied: q and k in the high term, g in the low one
     char v[C::V::kBytes];  // then o
     std::conditional_t<C::kKda, KdaTriangle<C>, GdnTriangle<C>> triangle;
@@ -56,7 +75,7 @@ struct Bf16Smem {
     uint64_t arrived[2];  // many states: tokens, state
 };
 
-// Boxes of 64 numbers (f32 gates: 32) of all tokens of a head, of the state's rows in a panel.
+// Boxes of all panels of 64 numbers (f32 gates: 32): of 8 tokens of a head (v: all), of a state.
 struct Maps {
     CUtensorMap q, k, v, g, state;
 };
@@ -69,10 +88,10 @@ __device__ __forceinline__ float center(const Params &p) {
 
 __device__ __forceinline__ uint32_t lane_of() { return threadIdx.x % 32; }
 
-// f32 gates lie in boxes of 32 channels: in the low term of k, then of q, of one panel. Where a unit of 16 begins.
+// f32 gates, in boxes of 8 tokens and 4 panels of 32 channels, fill the low terms of k and q. A chunk of 4 of a unit of 16.
 template <class C>
 __device__ __forceinline__ uint32_t f32_gate_offset(int unit, int token, int chunk) {
-    return C::X::offset(2 * C::R + unit / 2 % 2 * C::R + token, 64 * (unit / 4) + 32 * (unit % 2) + 8 * chunk);
+    return C::kLow + token / 8 * 4096 + unit / 2 * 1024 + C::X::offset(token % 8, 32 * (unit % 2) + 8 * chunk);
 }
 
 // Few states: by each warp its channels of k, q and g, and its columns of v. Rows past the tokens are zero.
@@ -127,27 +146,21 @@ __device__ __forceinline__ void load_draft(const Params &p, const Choices &c, co
     const int key = head * p.key_of >> 16;
     ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 5 : 4 : 3));
 #pragma unroll
-    for (int panel = 0; panel < 2; ++panel) {
-        uint32_t to = x + panel * C::X::kPanelStrideBytes;
-        ptx::cp_async_bulk_tensor_4d_load(to, &maps.k, barrier, 64 * panel, key, 0, n);
-        ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.q, barrier, 64 * panel, key, 0, n);
-        if constexpr (C::kKda) {
-            ptx::cp_async_bulk_tensor_4d_load(to + C::kLow, &maps.g, barrier, 64 * panel, head, 0, n);
-            if (f32)
-                ptx::cp_async_bulk_tensor_4d_load(to + C::kLow + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
-        }
-        ptx::cp_async_bulk_tensor_4d_load(v + panel * C::V::kPanelStrideBytes, &maps.v, barrier, 64 * panel, head, 0, n);
+    for (int first = 0; first < C::R; first += 8) {
+        uint32_t to = x + C::X::offset(first, 0);
+        ptx::cp_async_bulk_tensor_5d_load(to, &maps.k, barrier, 0, key, first, n, 0);
+        ptx::cp_async_bulk_tensor_5d_load(to + C::X::offset(C::R, 0), &maps.q, barrier, 0, key, first, n, 0);
+        if constexpr (C::kKda)
+            ptx::cp_async_bulk_tensor_5d_load(x + C::kLow + first * (f32 ? 512 : 256), &maps.g, barrier, 0, head, first, n, 0);
     }
+    ptx::cp_async_bulk_tensor_5d_load(v, &maps.v, barrier, 0, head, 0, n, 0);
 }
 
 template <class C>
 __device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
     const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
-#pragma unroll
-    for (int i = 0; i < (C::kVFirst ? 4 : 2); ++i)
-        ptx::cp_async_bulk_tensor_4d_load(to + i * C::S::kPanelStrideBytes, &maps.state, barrier,
-                                          C::kVFirst ? 64 * (i % 2) : 64 * i, head, C::kVFirst ? 64 * (i / 2) : 0, row);
+    ptx::cp_async_bulk_tensor_5d_load(to, &maps.state, barrier, 0, head, 0, row, 0);
 }
 
 // GDN's gate of the head, as loaded.
@@ -182,7 +195,7 @@ __device__ __forceinline__ void square_rows(Bf16Smem<C> &smem, int unit) {
     for (int first = 0; first < 2 * C::R; first += 16) {
         uint32_t a[4];
         float low[4] = {}, high[4] = {};
-        ptx::ldmatrix_x4(a, x + 128 * first);
+        ptx::ldmatrix_x4(a, x + C::X::offset(first, 0));
         ptx::mma_m16n8k16<T>(low, a, a[0], a[2]);
         ptx::mma_m16n8k16<T>(high, a, a[1], a[3]);
         if (c == g / 2) {
@@ -236,8 +249,8 @@ __device__ __forceinline__ void multiply_draft(Bf16Smem<C> &smem) {
 #pragma unroll
         for (int tile = 0; tile < kBlocks; ++tile) {
             uint32_t xh[4], xl[4];
-            ptx::ldmatrix_x4(xh, x + 16 * 128 * tile);
-            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, x + 16 * 128 * tile + C::kLow);
+            ptx::ldmatrix_x4(xh, x + C::X::offset(16 * tile, 0));
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, x + C::X::offset(16 * tile, 0) + C::kLow);
 #pragma unroll
             for (int j = 0; j < kBlocks; ++j) {
                 if (unit == 0 || C::R == 8)
