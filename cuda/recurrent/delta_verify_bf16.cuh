@@ -10,8 +10,8 @@
 // Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody. X takes
 // the place of k, q and g as copied; KDA's Y = k_j / E_j stays in registers (verify_bf16_kda.cuh).
 //
-// Schedule:  KDA  copies of tokens and state . gates, norms, X, X Y^T over the warp's channels . barrier . a warp: factors, P . the
-//                 state is there, barrier . X S, W, O: only they follow the state, which lands long after its tokens
+// Schedule:  KDA  copies of tokens and state . gates, norms, X, X Y^T over the warp's channels . barrier . a warp: factors; a warp:
+//                 A, Q, P . the state is there, barrier . X S, W, O: only they follow the state, which lands long after its tokens
 //            GDN  copies . norms, X X^T . the state is there, barrier . X S begins; A, Q; a warp: factors . barrier . a warp: P;
 //                 all: W . barrier . O
 //
@@ -24,6 +24,8 @@
 #include "verify_bf16_kda.cuh"
 
 namespace linattn::cuda::delta_verify {
+
+constexpr uint32_t kFactorsReady = 1;  // KDA's barrier of two warps
 
 // 16 columns of the warp: W, and o as far as it is of the state.
 template <class C>
@@ -173,7 +175,7 @@ __device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::
 template <class C>
 __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, Bf16Smem<C> &smem) {
     const uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
-    // Not of the same warp in every CTA: 0 solves the triangle. KDA's names, seen from that warp, each other one's slot too.
+    // Not of the same warp in every CTA: 0 solves the triangle, 1 has its factors. KDA's are the slots of verify_bf16_kda.cuh, too.
     const uint32_t role = C::kKda ? (threadIdx.x / 32) ^ blockIdx.x % C::kWarps : (threadIdx.x / 32 + blockIdx.x) % C::kWarps;
     Choices c(p.options, p.lower_bound);
     auto read_row = [&] { return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n); };
@@ -198,7 +200,7 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     const bool token = lane_of() < p.tokens;
     uint32_t beta_bits = 0, g_bits = 0;
     if (C::kKda || role == 0) gate.fetch(p, c, head);
-    if (role == (C::kKda ? 0 : 1) && token) beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
+    if (role == 1 && token) beta_bits = c.beta.load(p.beta.at(n, lane_of(), head));
     if (!C::kKda && role == 0 && token) g_bits = c.g.load(p.g.at(n, lane_of(), head));
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
     if constexpr (C::kTma) {
@@ -231,10 +233,14 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
         ptx::fence_proxy_async_shared_cta();
         __syncthreads();
         if (role == 0) {
-            scale_draft(p, c, smem, token ? beta_of(c, beta_bits) : 0.0f);
             square.collect(smem);
             __syncwarp();
+            ptx::bar_sync(kFactorsReady, 64);
             solve_draft(smem);
+        } else if (role == 1) {
+            scale_draft(p, c, smem, token ? beta_of(c, beta_bits) : 0.0f);
+            __syncwarp();
+            ptx::bar_arrive(kFactorsReady, 64);
         }
         wait_for_state(smem);
         if constexpr (!C::kTma) ptx::fence_proxy_async_shared_cta();
