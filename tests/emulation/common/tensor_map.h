@@ -15,6 +15,7 @@ inline CUtensorMap make_tensor_map(const char *, const void *data, DType dtype, 
     t.data = (char *)data;
     t.bytes = (int)dtype_bytes(dtype);
     t.swizzle = swizzle;
+    for (int i = 0; i < 5; i++) t.size[i] = t.box[i] = 1, t.stride[i] = 0;
     int i = 0;
     for (auto &a : axes) {
         t.size[i] = a.size;
