@@ -11,8 +11,10 @@ constexpr int kPrepWarps = 4;
 template <int D>
 constexpr int kPrepSteps = D / 64;
 
-// Sums over one warp's channels, four numbers at a time as its lanes have them: where they belong says Place (solve.cuh).
+// Sums over one warp's channels, four numbers at a time as its lanes have them: where they belong says Place (solve.cuh), or
+// RatioPlace (ratio.cuh).
 constexpr int kPieces = 248;  // 4 x 248 = 2 x 32 x 31 / 2: A and M below the diagonal
+constexpr int kRatioPieces = 256;
 
 template <int D>
 struct alignas(1024) PrepSmem {
@@ -28,6 +30,7 @@ struct alignas(1024) PrepSmem {
     Factors<D> factors;
     union {
         float4 partial[kPrepWarps][kPieces];
+        float4 ratio_partial[kPrepWarps][kRatioPieces];
         float t[kChunk * kPitch];  // (I + L)^-1, when the sums are added
     };
     float kk[kPrepWarps][kChunk], qk[kPrepWarps][kChunk], qq[kPrepWarps][kChunk];  // sums of one token, one a warp

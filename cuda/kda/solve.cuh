@@ -36,18 +36,20 @@ __device__ __forceinline__ float length_of(const KernelParams &params, float squ
 }
 
 // By a warp each, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
-template <int D>
-__device__ __forceinline__ void query_factors(const KernelParams &params, PrepSmem<D> &smem, int token) {
+// put: where the tokens' powers go, in the form that the products want.
+template <int D, class Put>
+__device__ __forceinline__ void query_factors(const KernelParams &params, PrepSmem<D> &smem, int token, Put put) {
     const float qq = all_channels(smem.qq, token), inverse = inverse_length(qq);
-    smem.inverse_q[token] = inverse;
+    put(smem.inverse_q, token, inverse);
     smem.diagonal[token] = all_channels(smem.qk, token) * inverse_length(all_channels(smem.kk, token)) * inverse;
     smem.factors.scale_q[token] = params.scale * length_of(params, qq, inverse);
 }
 
-template <int D>
-__device__ __forceinline__ void key_factors(const KernelParams &params, PrepSmem<D> &smem, int token, int rows, float beta) {
+template <int D, class Put>
+__device__ __forceinline__ void key_factors(const KernelParams &params, PrepSmem<D> &smem, int token, int rows, float beta,
+                                            Put put) {
     const float kk = all_channels(smem.kk, token), inverse = inverse_length(kk), length = length_of(params, kk, inverse);
-    smem.inverse_k[token] = inverse;
+    put(smem.inverse_k, token, inverse);
     if (params.p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (params.p.beta_form == BetaForm::LogitsX2) beta += beta;
     beta = token < rows ? beta : 0.0f;
