@@ -108,7 +108,7 @@ def at_their_ends(case):
 @pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
 def test_bounded_gates_at_their_ends(gpu, bound, dtype, shape):
     options = (("gate", "bounded"), ("lower_bound", bound), ("qk_l2norm", True))
-    lengths = (64, 64, 64, 64, 100, 17, 16, 1)
+    lengths = (64, 64, 64, 64, 100, 17, 16, 15)
     case = with_options(shape, options, lengths=lengths, dtype=dtype, gate_dtype=dtype)
     inputs = at_their_ends(case)
     check_chunked(case, forward(gpu, case, inputs), inputs)

@@ -113,10 +113,7 @@ __device__ __forceinline__ void add_tf32(float (&sums)[4], const uint32_t (&left
 
 // Of the lane's tokens and channels.
 struct RatioDecays {
-    // -log2 P: sum(i, c).
-    float sums[2][2][4];
-
-    __device__ __forceinline__ float sum(int i, int c) const { return sums[i / 2][c % 2][i % 2 * 2 + c / 2]; }
+    float sums[4][4];  // -log2 P, token i and channel c
 
     template <int D>
     __device__ __forceinline__ RatioDecays(const RatioLanes &at, const KernelParams &params, const PrepSmem<D> &smem) {
@@ -134,24 +131,31 @@ struct RatioDecays {
             for (int i = 0; i < 16; i++) x[i] = i / 4 * 8 + i / 2 % 2 < left ? x[i] : 0.0f;
             ptx::register_fence(x);
         }
-        // Rows g and g + 8 of the triangle, of tokens 0 to 7 and 8 to 15: each sum takes tokens up to its own.
-        const uint32_t one = __float_as_uint(1.0f), even = 2 * at.quad <= at.group ? one : 0;
-        const uint32_t odd = 2 * at.quad < at.group ? one : 0;
-        const uint32_t triangle[2][4] = {{even, one, odd, one}, {0, even, 0, odd}};
+        // Rows g: a triangle, the sums over eight tokens up to each one; rows g + 8: all of them.
+        const uint32_t one = __float_as_uint(1.0f);
+        const uint32_t triangle[4] = {2 * at.quad <= at.group ? one : 0, one, 2 * at.quad < at.group ? one : 0, one};
 #pragma unroll
-        for (int i = 0; i < 16; i++) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
+        for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) {  // in two terms, 21 bits
-            const int part = i / 4, half = i / 2 % 2, j = i % 2;
-            const float u = x[8 * half + 4 * part + j], v = x[8 * half + 4 * part + 2 + j];
-            add_tf32(sums[half][j], triangle[part], beyond_tf32(u), beyond_tf32(v));
-            add_tf32(sums[half][j], triangle[part], u, v);
-        }
+            for (int j = 0; j < 2; j++) {
+                float eight[2][4] = {};
+#pragma unroll
+                for (int m = 0; m < 2; m++) {  // in two terms, 21 bits
+                    const float u = x[8 * half + 4 * m + j], v = x[8 * half + 4 * m + 2 + j];
+                    add_tf32(eight[m], triangle, beyond_tf32(u), beyond_tf32(v));
+                    add_tf32(eight[m], triangle, u, v);
+                }
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    sums[2 * half][2 * r + j] = eight[0][r], sums[2 * half + 1][2 * r + j] = eight[0][2 + r] + eight[1][r];
+            }
     }
 
-    // E of a half.
+    __device__ __forceinline__ float product(int i, int c) const { return ptx::ex2_approx_ftz(-sums[i][c]); }
+    __device__ __forceinline__ float inverse(int i, int c) const { return ptx::ex2_approx_ftz(sums[i][c]); }
+    // E of a half: P of its last token.
     __device__ __forceinline__ float whole(int half, int c, const RatioLanes &at) const {
-        return ptx::ex2_approx_ftz(-__shfl_sync(~0u, sum(2 * half + 1, c), 28 | at.quad));
+        return __shfl_sync(~0u, product(2 * half + 1, c), 28 | at.quad);
     }
 };
 
@@ -179,7 +183,7 @@ __device__ __forceinline__ void ratios(float (&sums)[10][4], const RatioLanes &a
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int c = 2 * h + j;
-                const float down = ptx::ex2_approx_ftz(-decays.sum(i, c)), up = ptx::ex2_approx_ftz(decays.sum(i, c));
+                const float down = decays.product(i, c), up = decays.inverse(i, c);
                 const float x = j ? k2.y : k2.x;
                 to_k[j] = x * down, to_q[j] = (j ? q2.y : q2.x) * down, to_end[j] = x * up;
                 left[i][2 * j] = round_tf32(to_k[j]), left[i][2 * j + 1] = round_tf32(to_q[j]);
@@ -233,7 +237,7 @@ __device__ __forceinline__ void ratio_second_terms(const RatioLanes &at, const R
         float x[4] = {a.x, a.y, b.x, b.y};
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            x[c] *= ptx::ex2_approx_ftz(decays.sum(i, c));
+            x[c] *= decays.inverse(i, c);
             if (i < 2) x[c] *= first[c];
             x[c] *= second[c];
         }

@@ -327,9 +327,9 @@ int main(int argc, char **argv) {
             for (const Keys keys : {Random, Near, One})
                 for (const float limit : {-5.0f, -5.01f, -0.1f}) {  // beyond -5: the tree
                     if (keys != Random && limit != -5) continue;
-                    Case gate = {std::string("gates ") + name, {100, 33, 1, 16, 17, 64}, 1, 2, type, type, true};
+                    Case gate = {std::string("gates ") + name, {100, 33, 15, 16, 17, 64}, 1, 2, type, type, true};
                     gate.gate = bound, gate.gs = .2f, gate.gates = gates, gate.bound = limit;
-                    gate.keys = keys, gate.beta = keys == Random ? -1 : 8, gate.form = logits;
+                    gate.keys = keys, gate.init = keys == Random, gate.beta = keys == Random ? -1 : 8, gate.form = logits;
                     gate.name += type == bf ? "" : " fp16";
                     gate.name += limit == -5 ? "" : limit < -5 ? ", bound -5.01" : ", bound -0.1";
                     gate.name += keys == Random ? "" : keys == Near ? ", near keys" : ", one key";
