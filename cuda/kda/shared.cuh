@@ -36,7 +36,8 @@ struct alignas(1024) Factors {
 };
 
 // A lane of the scan has channels 2 q, 2 q + 1 of each eight: those of two eights side by side.
-__host__ __device__ __forceinline__ constexpr int gamma_place(int c) {
+template <class Int>
+__host__ __device__ __forceinline__ constexpr Int gamma_place(Int c) {
     return c / 16 * 16 + c % 8 / 2 * 4 + c / 8 % 2 * 2 + c % 2;
 }
 

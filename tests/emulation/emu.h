@@ -248,6 +248,9 @@ float up(uint16_t x) {
 inline uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
     return cvt_rn_f16x2(up<__half>(a) * up<__half>(b), up<__half>(a >> 16) * up<__half>(b >> 16));
 }
+inline uint32_t mul_rn_bf16x2(uint32_t a, uint32_t b) {
+    return cvt_rn_bf16x2(up<__nv_bfloat16>(a) * up<__nv_bfloat16>(b), up<__nv_bfloat16>(a >> 16) * up<__nv_bfloat16>(b >> 16));
+}
 }  // namespace linattn::ptx
 #include "emu_mma.h"
 namespace linattn::ptx {
