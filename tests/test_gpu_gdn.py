@@ -303,7 +303,6 @@ CHECKPOINTED = {
     "wide": (256, 64, 0, 200, 70, 128) * 7,
     "narrow": (256, 64, 0, 200, 70, 128),
     "cut": (3500, 3, 0, 2900),
-    "one_of_many": (4200, 70, 64),
 }
 
 
@@ -324,6 +323,11 @@ def test_checkpoints_in_either_order(gpu, regime, dtype, norm, every):
     without = forward(gpu, variant(case, options=options[1:]))
     np.testing.assert_array_equal(k_first.o, without.o)
     np.testing.assert_array_equal(k_first.final_state, without.final_state)
+
+
+def test_checkpoints_where_the_lengths_ask_for_half_the_columns(gpu):
+    case = Case("gdn", (4100, 70), 17, 34, 128, 128, "bf16", options=(("checkpoint_every", 512),))
+    check_chunked(case, forward(gpu, case, splits=1))
 
 
 def test_the_last_checkpoint_and_the_final_state_in_one_place(gpu):

@@ -7,6 +7,7 @@
 // (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). Roles meet at mbarriers only:
 //   tiles (K, Q): load -> AUX, gates where they norm q; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
 //   tile and table as well; values (V): load -> state; output_ready: state -> store, which gives the values' stage back.
+// Checkpoints that leave in bulk hold tiles and stages of V for a while: checkpoints.cuh.
 // Where A^, P and tables were prepared (prepare.cuh) they come with K and Q, and AUX and the gates' warps have no work.
 // Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 224 KB at K = V = 128,
 // 228 KB with 64 columns.
