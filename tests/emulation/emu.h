@@ -287,7 +287,10 @@ inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[5], bool sto
                 memset(at(a), 0, t.bytes);
         }
 }
-inline std::map<Fiber *, std::vector<std::function<void()>>> stores;
+struct Stores {  // of a thread, in bulk groups; the last one is open
+    std::deque<std::vector<std::function<void()>>> groups{1};
+};
+inline std::map<Fiber *, Stores> stores;
 inline void cp_async_bulk_tensor_5d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3, int c4) {
     memset(at(d), 0xff, map_of(m).box_bytes());
     pending.push_back([=] {
@@ -299,11 +302,11 @@ inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint3
     cp_async_bulk_tensor_5d_load(d, m, b, c0, c1, c2, c3, 0);
 }
 inline void cp_async_bulk_tensor_4d_store(const CUtensorMap *m, uint32_t s, int c0, int c1, int c2, int c3) {
-    stores[cur].push_back([=] { tensor(s, m, {c0, c1, c2, c3, 0}, true); });
+    stores[cur].groups.back().push_back([=] { tensor(s, m, {c0, c1, c2, c3, 0}, true); });
 }
 inline void cp_async_bulk_store(void *d, uint32_t s, uint32_t n) {
     if (n % 16 || s % 16 || (uintptr_t)d % 16) abort();
-    stores[cur].push_back([=] { memcpy(d, at(s), n); });
+    stores[cur].groups.back().push_back([=] { memcpy(d, at(s), n); });
 }
 inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b) {
     if (n % 16 || d % 16 || (uintptr_t)s % 16) abort();
@@ -313,13 +316,19 @@ inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b
         complete(b, n);
     });
 }
-inline void cp_async_bulk_commit_group() {}
-template <int>
+inline void cp_async_bulk_commit_group() { stores[cur].groups.emplace_back(); }
+// A copy reads its source, and writes, as late as it may: when it is waited for.
+template <int kPending>
 inline void cp_async_bulk_wait_group_read() {
     for (int i = 0; i < 7; i++) yield();
-    for (auto &f : stores[cur]) f();
-    stores[cur].clear();
+    auto &groups = stores[cur].groups;
+    for (; (int)groups.size() - 1 > kPending; groups.pop_front())
+        for (auto &f : groups.front()) f();
     progress++;
+}
+template <int kPending>
+inline void cp_async_bulk_wait_group() {
+    cp_async_bulk_wait_group_read<kPending>();
 }
 // wgmma
 enum class Swizzle : uint32_t { None = 0, B128 = 1, B64 = 2, B32 = 3 };
@@ -436,6 +445,11 @@ inline void reset() {
     for (auto &c : linattn::ptx::commits) c = 0;
     for (auto &x : linattn::ptx::commit_s) x = {};
     linattn::ptx::own.clear();
+    for (auto &thread : linattn::ptx::stores)
+        if (thread.second.groups.size() > 1 || !thread.second.groups.back().empty()) {
+            fprintf(stderr, "pending stores\n");
+            abort();
+        }
     linattn::ptx::stores.clear();
     if (!pending.empty()) {
         fprintf(stderr, "pending copies\n");

@@ -11,10 +11,6 @@ inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t n) {
 inline void cp_async_commit_group() {}
 template <int>
 inline void cp_async_wait_group() {}
-template <int n>
-inline void cp_async_bulk_wait_group() {
-    cp_async_bulk_wait_group_read<n>();
-}
 inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
 inline void cp_async_bulk_prefetch_tensor_4d(const CUtensorMap *, int, int, int, int) {}
 inline uint32_t cluster_nctarank() { return 1; }
