@@ -12,7 +12,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export TRITON_CACHE_AUTOTUNING=1 # FLA tunes for a shape once
 failed=0
 
 part() { # part name seconds command...
@@ -31,7 +30,6 @@ rows() { # rows name seconds options...: bench.py stops by itself, with what it 
     part "$name" $((limit + 60)) bench/bench.py --time-budget "$limit" "$@"
 }
 
-part bwd-ours 120 bench/backward.py
 rows gdn_fwd 240 --ops gdn_fwd --impl pylinattn,flashinfer,flashinfer_cp,flash_qla
 rows kda_fwd 180 --ops kda_fwd --impl pylinattn,cudnn
 rows decode 180 --ops gdn_decode,kda_decode
@@ -40,7 +38,7 @@ rows gdn_verify 240 --ops gdn_verify
 part drift 120 bench/drift.py
 part host_cost 120 bench/host_cost.py --device cuda
 part host_ways 120 bench/host_ways.py --device cuda
+part bwd 400 bench/backward.py --peer 4/8,2/4,16/64,16/32 # ours first
 rows kda_fwd_fla 400 --ops kda_fwd # once more: ratios are taken between rows of one process
-part bwd 400 bench/backward.py --peer 4/8,2/4,16/64,16/32
 echo "logs in $logs"
 exit $failed
