@@ -38,7 +38,7 @@ Span span_of(const linattn_tensor &t, Keep keep) {
     Span s{0, bytes};
     for (int i = 0; i < t.ndim; ++i) {
         if (t.shape[i] == 0) return {};
-        if (!keep(t.strides[i] * bytes)) continue;
+        if (t.shape[i] == 1 || !keep(t.strides[i] * bytes)) continue;
         int64_t reach = (t.shape[i] - 1) * t.strides[i] * bytes;
         (reach < 0 ? s.lo : s.hi) += reach;
     }
@@ -54,8 +54,8 @@ inline bool may_overlap(const linattn_tensor &a, const linattn_tensor &b) {
     int64_t gap = static_cast<char *>(b.data) - static_cast<char *>(a.data);
     if (sa.hi <= gap + sb.lo || gap + sb.hi <= sa.lo) return false;
     for (int i = 0; i < a.ndim; ++i) {
+        if (a.strides[i] == 0 || a.shape[i] == 1) continue;
         int64_t period = std::llabs(a.strides[i]) * dtype_bytes(static_cast<DType>(a.dtype));
-        if (period == 0 || a.shape[i] == 1) continue;
         auto inner = [period](int64_t stride) { return stride % period != 0; };
         Span ia = span_of(a, inner), ib = span_of(b, inner);
         int64_t start = ((gap + ib.lo - ia.lo) % period + period) % period;
@@ -243,9 +243,17 @@ class Checker {
     }
 
     void check_memory(const char *name, const linattn_tensor &t, bool written) const {
-        int64_t elements = 1;
-        for (int i = 0; i < t.ndim; ++i) elements *= t.shape[i];
-        if (elements == 0) return;
+        for (int i = 0; i < t.ndim; ++i)
+            if (t.shape[i] == 0) return;
+        constexpr int64_t kFar = int64_t{1} << 56;  // bytes, beyond any address; sums of five of them are still numbers
+        for (int i = 0; i < t.ndim; ++i) {
+            int64_t reach = 0;
+            if (__builtin_mul_overflow(t.shape[i] - 1, t.strides[i], &reach) ||
+                __builtin_mul_overflow(reach, dtype_bytes(static_cast<DType>(t.dtype)), &reach) || reach < -kFar ||
+                reach > kFar)
+                fail(Status::Value, "%s: %s reaches beyond all memory: shape %s, strides %s", op_, name,
+                     shape_text(t.shape, t.ndim).c_str(), shape_text(t.strides, t.ndim).c_str());
+        }
         if (!t.data) fail(Status::Value, "%s: %s has no data (NULL)", op_, name);
         if (reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(dtype_bytes(static_cast<DType>(t.dtype))))
             fail(Status::Value, "%s: %s at %p is not aligned to its elements", op_, name, t.data);

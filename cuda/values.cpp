@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -65,24 +66,36 @@ void check_range(const char *op, const char *name, const Ints &rows, int64_t lim
                  static_cast<long long>(rows[i]), static_cast<long long>(limit), pool);
 }
 
-// Two sequences writing one row, or one reading what another writes, would give results that depend on timing.
-// `same` tells that reads and writes meet in one pool.
-void check_races(const char *op, const Ints &reads, const Ints &writes, size_t writes_per_sequence, bool same) {
-    std::vector<std::pair<int64_t, size_t>> seen;  // (row, sequence)
-    for (size_t i = 0; i < writes.size(); ++i)
-        if (writes[i] >= 0) seen.emplace_back(writes[i], i / writes_per_sequence);
-    std::sort(seen.begin(), seen.end());
-    for (size_t i = 1; i < seen.size(); ++i)
-        if (seen[i].first == seen[i - 1].first)
-            fail(Status::Value, "%s: write_indices holds row %lld more than once; each row may be written once", op,
-                 static_cast<long long>(seen[i].first));
-    if (!same) return;
+// A state that goes to a row: after so many tokens of a sequence.
+struct Write {
+    int64_t row;
+    size_t sequence;
+    int64_t token;
+    bool operator<(const Write &other) const {
+        return std::tie(row, sequence, token) < std::tie(other.row, other.sequence, other.token);
+    }
+};
+
+// Two states going to one row would give results that depend on timing; the same state may go there twice.
+void check_written_once(const char *op, const char *holds, std::vector<Write> writes) {
+    std::sort(writes.begin(), writes.end());
+    for (size_t i = 1; i < writes.size(); ++i) {
+        const Write &x = writes[i - 1], &y = writes[i];
+        if (x.row == y.row && (x.sequence != y.sequence || x.token != y.token))
+            fail(Status::Value, "%s: %s row %lld more than once; each row may be written once", op, holds,
+                 static_cast<long long>(y.row));
+    }
+}
+
+// So would a sequence reading what another writes, where both meet in one pool. `own`: it may write the row that it reads.
+void check_races(const char *op, const Ints &reads, std::vector<Write> writes, bool own) {
+    std::sort(writes.begin(), writes.end());
     for (size_t n = 0; n < reads.size(); ++n) {
         if (reads[n] < 0) continue;
-        auto hit = std::lower_bound(seen.begin(), seen.end(), std::make_pair(reads[n], size_t{0}));
-        if (hit != seen.end() && hit->first == reads[n] && (writes_per_sequence > 1 || hit->second != n))
+        auto hit = std::lower_bound(writes.begin(), writes.end(), Write{reads[n], 0, 0});
+        if (hit != writes.end() && hit->row == reads[n] && !(own && hit->sequence == n))
             fail(Status::Value, "%s: row %lld is read by sequence %zu and written by sequence %zu in one call", op,
-                 static_cast<long long>(reads[n]), n, hit->second);
+                 static_cast<long long>(reads[n]), n, hit->sequence);
     }
 }
 
@@ -166,20 +179,38 @@ void check_values(const char *op, const DeltaParams &p, bool on_gpu, bool checke
     }
     Ints reads = rows_or_default(p.read_indices, p.N, on_gpu, p.device, p.stream);
     if (p.read_indices) check_range(op, "read_indices", reads, p.P, p.op == Op::Fwd ? "initial_state" : "state");
-    bool in_place = p.state_in && p.state_out && p.state_in.data == p.state_out.data;
+    const auto same = [](const Tensor &a, const Tensor &b) { return a && b && a.data == b.data; };
+    const auto length = [&](size_t n) { return cu.empty() ? p.T : cu[n + 1] - cu[n]; };
+    std::vector<Write> writes;
     if (p.state_out && (p.op != Op::Verify || p.write_indices)) {
-        int64_t each = p.op == Op::Verify ? p.T : 1;
-        Ints writes = p.write_indices ? ints(p.write_indices, p.N, each) : rows_or_default({}, p.N, false, 0, nullptr);
-        check_range(op, "write_indices", writes, p.F, p.op == Op::Fwd ? "final_state" : "state");
-        if (p.op == Op::Verify && p.T > 0) {
-            check_races(op, reads, writes, static_cast<size_t>(p.T), in_place);
-        } else if (p.op != Op::Verify) {
-            for (size_t n = 0; n < writes.size(); ++n)
-                if (reads[n] < 0) writes[n] = -1;
-            check_races(op, reads, writes, 1, in_place);
+        const bool every_token = p.op == Op::Verify;
+        const int64_t each = every_token ? p.T : 1;
+        const Ints rows = p.write_indices ? ints(p.write_indices, p.N, each) : rows_or_default({}, p.N, false, 0, nullptr);
+        check_range(op, "write_indices", rows, p.F, p.op == Op::Fwd ? "final_state" : "state");
+        for (size_t i = 0; i < rows.size(); ++i) {
+            const size_t n = i / static_cast<size_t>(each);
+            if (rows[i] >= 0 && reads[n] >= 0)
+                writes.push_back({rows[i], n, every_token ? static_cast<int64_t>(i) % each + 1 : length(n)});
+        }
+        check_written_once(op, "write_indices holds", writes);
+        if (same(p.state_in, p.state_out)) check_races(op, reads, writes, !every_token);
+    }
+    if (p.checkpoint_indices) {
+        const Ints rows = ints(p.checkpoint_indices, p.N, p.M);
+        check_range(op, "checkpoint_indices", rows, p.C, "checkpoints");
+        std::vector<Write> checkpoints;
+        for (size_t i = 0; i < rows.size(); ++i) {
+            const size_t n = i / static_cast<size_t>(p.M);
+            const int64_t token = (static_cast<int64_t>(i) % p.M + 1) * p.checkpoint_every;
+            if (rows[i] >= 0 && reads[n] >= 0 && token <= length(n)) checkpoints.push_back({rows[i], n, token});
+        }
+        check_written_once(op, "checkpoint_indices holds", checkpoints);
+        if (same(p.checkpoints, p.state_in)) check_races(op, reads, checkpoints, false);
+        if (same(p.checkpoints, p.state_out)) {
+            writes.insert(writes.end(), checkpoints.begin(), checkpoints.end());
+            check_written_once(op, "write_indices and checkpoint_indices hold", writes);
         }
     }
-    if (p.checkpoint_indices) check_range(op, "checkpoint_indices", ints(p.checkpoint_indices, p.N, p.M), p.C, "checkpoints");
     if (p.parents) {
         Ints parents = ints(p.parents, p.N, p.T);
         for (size_t i = 0; i < parents.size(); ++i) {
@@ -199,9 +230,11 @@ void check_values(const char *op, const CommitParams &p, bool on_gpu, bool check
     Ints writes = rows_or_default(p.write_indices, p.N, on_gpu, p.device, p.stream);
     check_range(op, "read_indices", reads, p.P, "state");
     check_range(op, "write_indices", writes, p.P, "state");
+    std::vector<Write> to;
     for (size_t n = 0; n < writes.size(); ++n)
-        if (reads[n] < 0) writes[n] = -1;
-    check_races(op, reads, writes, 1, true);
+        if (reads[n] >= 0 && writes[n] >= 0) to.push_back({writes[n], n, 0});
+    check_written_once(op, "write_indices holds", to);
+    check_races(op, reads, to, true);
     if (!p.path) return;
     Ints path = read_ints(p.path, p.N, p.T, on_gpu, p.device, p.stream);
     Ints accepted = read_ints(p.accepted, p.N, 1, on_gpu, p.device, p.stream);

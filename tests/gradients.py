@@ -47,6 +47,51 @@ def make(case, extra_tokens=0, final=True):
     return inputs
 
 
+# Sizes far from 1, that a path with operands of few exponents has to take out: what is multiplied by what.
+SIZES = {
+    "small_values": {"v": 1e-7, "initial_state": 1e-7},
+    "small_d_o": {"d_o": 1e-9, "d_final_state": 1e-9},
+    "large_values": {"v": 1e5, "initial_state": 1e5},
+    "large_d_o": {"d_o": 1e6, "d_final_state": 1e6},
+    "small_q": {"q": 1e-5},
+    "long_q": {"q": 1e4},
+    "short_k": {"k": 1e-3},
+    "states_apart": {"initial_state": 1e6, "d_final_state": 1e6},
+}
+SHAPES_OF_SIZES = [
+    *SIZES,
+    "lengths",
+    "last_d_o",
+    "no_d_o",
+    "half_of_the_columns",
+    "one_large_value",
+]
+
+
+def make_sized(case, name):
+    """Inputs with such sizes, in bf16."""
+    inputs = make(case)
+    x = {key: given.values.copy() for key, given in inputs.items()}
+    for key, factor in SIZES.get(name, {}).items():
+        if key in x:
+            x[key] *= factor
+    if name == "lengths":  # of rows of q and k, which l2norm takes out
+        for key in ("q", "k"):
+            x[key] *= 10 ** np.random.default_rng(1).uniform(-2, 2, (*x[key].shape[:3], 1))
+    elif name == "last_d_o":
+        for b, _, end in case.spans:
+            x["d_o"][b, : end - 1] = 0.0
+    elif name == "no_d_o":
+        x["d_o"][...] = 0.0
+    elif name == "half_of_the_columns":
+        for key in ("v", "d_o"):
+            x[key][..., : case.V // 2] = 0.0
+    elif name == "one_large_value":
+        x["v"][0, 20, 0, 7] = 1000.0
+    return {key: given._replace(values=round_to(x[key], given.dtype) if given.dtype[0] != "i" else given.values)
+            for key, given in inputs.items()}  # fmt: skip
+
+
 def op_of(case):
     return f"{case.family}_bwd"
 
@@ -128,9 +173,9 @@ def fault_of(case, inputs, name, got, want, dtype, path, **options):
             for b, first, end in case.spans:
                 held = end - first <= FEW_TOKENS or (usual and end - first >= LONG)
                 for j in range(want.shape[2] if held and end > first else 0):
-                    error = cases.relative_rms(got[b, first:end, j], want[b, first:end, j])
-                    if not error <= limit:
-                        text = f"relative RMS error {error:.2e} of {end - first} tokens, head {j}"
+                    whole = cases.relative_rms(got[b, first:end, j], want[b, first:end, j])
+                    if not whole <= limit:
+                        text = f"relative RMS error {whole:.2e} of {end - first} tokens, head {j}"
                         return f"{name}: {text}, allowed {limit:.0e}", False
         # Errors and sizes as they are, so that relative_rms divides the one by the other.
         size = np.maximum(np.abs(want), size_of_terms(case, inputs, name, **options))

@@ -339,3 +339,76 @@ def test_import_and_cpu_without_any_gpu(watchdog):
         CUDA_VISIBLE_DEVICES="",
     )
     check(len(out.strip().splitlines()) == 1, f"more than one line: {out}")
+
+
+def small_pool_call(B=2, T=5, H=1, K=8):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, T, H, K), dtype=np.float32) for _ in range(3))
+    return [
+        q,
+        k,
+        v,
+        -rng.random((B, T, H), dtype=np.float32),
+        rng.random((B, T, H), dtype=np.float32),
+    ]
+
+
+def test_padding_of_a_draft_may_name_any_rows():
+    """Nothing is written for a sequence whose read row is -1, so what its rows are does not matter."""
+    pool = np.zeros((4, 1, 8, 8), np.float32)
+    writes = np.array([[1, 2, 3, -1, -1], [0, 0, 0, 0, 0]], np.int32)
+    o = pylinattn.gdn_verify(
+        *small_pool_call(), pool, read_indices=np.array([0, -1], np.int32), write_indices=writes
+    ).o
+    written = [bool(x.any()) for x in (o[0], pool[1:], o[1], pool[0])]
+    assert written == [True, True, False, False]
+    writes[0, 1] = 1
+    with pytest.raises(ValueError, match="write_indices holds row 1 more than once"):
+        pylinattn.gdn_verify(
+            *small_pool_call(), pool, read_indices=np.array([0, -1], np.int32), write_indices=writes
+        )
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_checkpoints_that_would_race(family):
+    """A row that two states go to, or that a sequence starts from while another state goes there."""
+    call = small_pool_call(T=128)
+    if family == "kda":
+        call[3] = np.repeat(call[3][..., None], 8, -1)
+    fwd = getattr(pylinattn, f"{family}_fwd")
+    pool = np.zeros((6, 1, 8, 8), np.float32)
+
+    def run(checkpoints, table, **options):
+        return fwd(
+            *call, checkpoint_every=64, checkpoints=checkpoints, **options,
+            checkpoint_indices=None if table is None else np.array(table, np.int32),
+        )  # fmt: skip
+
+    apart = np.zeros_like(pool)
+    run(apart, [[0, 1], [2, -1]])
+    with pytest.raises(ValueError, match="checkpoint_indices holds row 0 more than once"):
+        run(apart, [[0, 1], [0, -1]])
+    rows = dict(read_indices=np.array([0, 1], np.int32), initial_state=pool)
+    run(pool, [[2, 3], [4, 5]], **rows)
+    for table in ([[2, 1], [4, 5]], [[0, 3], [4, 5]]):
+        with pytest.raises(ValueError, match="is read by sequence"):
+            run(pool, table, **rows)
+    # States after the last token are the last checkpoints, and may go where those go.
+    rows |= dict(
+        final_state=pool, write_indices=np.array([3, 5], np.int32), output_final_state=True
+    )
+    run(pool, [[2, 3], [4, 5]], **rows)
+    run(pool, [[2, -1], [4, -1]], **(rows | dict(write_indices=np.array([0, 1], np.int32))))
+    with pytest.raises(ValueError, match="write_indices and checkpoint_indices hold row 3"):
+        run(pool, [[3, 2], [4, 5]], **rows)
+
+
+@pytest.mark.parametrize("stride", [2**62, -(2**62), 2**60, -(2**63) + 8])
+def test_strides_beyond_all_memory(stride):
+    """Offsets that no integer holds are refused, not reckoned with."""
+    call = small_pool_call()
+    strides = list(call[2].strides)
+    strides[1] = stride
+    call[2] = np.lib.stride_tricks.as_strided(call[2], call[2].shape, strides)
+    with pytest.raises(ValueError, match="v reaches beyond all memory"):
+        pylinattn.gdn_fwd(*call)

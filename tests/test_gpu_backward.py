@@ -9,6 +9,7 @@ from cases import HARD_GATES, HARD_KEYS, Case, Input, relative_rms
 from gradients import (
     HALF_PRODUCTS,
     PER_TOKEN,
+    SHAPES_OF_SIZES,
     TOLERANCE,
     WITH_EMPTY,
     backward,
@@ -23,6 +24,7 @@ from gradients import (
     check_strong_decay,
     expected,
     make,
+    make_sized,
 )
 from harness import check
 from test_backward import OPTIONS, by_options
@@ -122,9 +124,6 @@ def test_a_long_sequence_is_cut_beside_short_ones(gpu):
     check_cut(gpu, case, inputs, backward(gpu, case, inputs))
 
 
-@pytest.mark.xfail(
-    reason="dg of the 192 tokens of head 0: 1.4e-2, cut or not (docs/backward.md, Accuracy)"
-)
 def test_many_heads_of_k_64_beside_a_long_sequence(gpu):
     case = Case("gdn", (4096, 192), 8, 32, 64, 64, "bf16")
     inputs = make(case)
@@ -184,7 +183,6 @@ def test_hard_heads_beside_usual_ones(gpu, D, dtype):
     check_gradients(usual, done, inputs)
 
 
-@pytest.mark.xfail(reason="no flag: dbeta up to 2e-2 in bf16 (docs/backward.md, Accuracy)")
 def test_one_key_with_usual_weights(gpu):
     case = Case("gdn", (130,), 2, 6, 64, 64, "bf16")
     inputs = make(case)
@@ -192,6 +190,18 @@ def test_one_key_with_usual_weights(gpu):
     k = np.broadcast_to(one / np.sqrt((one * one).sum()), inputs["k"].values.shape)
     inputs["k"] = Input(round_to(k.copy(), "bf16"), "bf16")
     check_gradients(case, backward(gpu, case, inputs), inputs)
+
+
+@pytest.mark.parametrize("size", SHAPES_OF_SIZES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_sizes_far_from_1(gpu, D, size):
+    """Operands are fp16, whose range is that of no bf16 call."""
+    options = (("qk_l2norm", True),) if size == "lengths" else ()
+    case = Case("gdn", (130, 70), 1, 2, D, D, "bf16", options=options)
+    inputs = make_sized(case, size)
+    done = backward(gpu, case, inputs)
+    check(done.call.path == "cuda/chunked", done.call.path)
+    check_gradients(case, done, inputs)
 
 
 def test_fp16_states_beyond_the_range_of_fp16(gpu):

@@ -91,6 +91,29 @@ def test_hard_gates(gpu, gates, dtype, shape):
     check_chunked(case, forward(gpu, case))
 
 
+def at_their_ends(case):
+    """Inputs with raw gates that decay by the bound, not at all, little, or as they come: whole sequences, channels, any."""
+    inputs = make(case)
+    shape = inputs["g"].values.shape
+    some = np.random.default_rng(5).integers(4, size=shape)
+    some[:, 64:128], some[:, 128:192] = 0, 1
+    some[:, 192:256] = np.arange(shape[3]) % 4
+    g = np.choose(some, [60.0, -200.0, -9.0, inputs["g"].values])
+    inputs["g"] = Input(g, case.gate_dtype)
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("bound", [-5.0, -5.01, -0.1])  # beyond -5 they are taken as unbounded
+@pytest.mark.parametrize("shape", [FEW, NARROW], ids=["128", "64"])
+def test_bounded_gates_at_their_ends(gpu, bound, dtype, shape):
+    options = (("gate", "bounded"), ("lower_bound", bound), ("qk_l2norm", True))
+    lengths = (64, 64, 64, 64, 100, 17, 16, 15)
+    case = with_options(shape, options, lengths=lengths, dtype=dtype, gate_dtype=dtype)
+    inputs = at_their_ends(case)
+    check_chunked(case, forward(gpu, case, inputs), inputs)
+
+
 UNDAMPED = (
     "one key with beta 2 turns its state over at every token: what is rounded adds up (docs/kda.md)"
 )
@@ -145,6 +168,18 @@ def test_causal_in_bits(gpu):
     got = run("kda_fwd", changed)
     check(same_bits(got.o[:, :110], want.o[:, :110]), "an output depends on later tokens")
     check(not same_bits(got.o[:, 111:], want.o[:, 111:]), "the change did nothing")
+
+
+@pytest.mark.parametrize("at", [1, 7, 8, 15, 16, 17, 24, 31, 32, 41])
+def test_bounded_gates_are_causal_in_bits(gpu, at):
+    case = variant(FEW, lengths=(70,), options=SLOW)
+    want = run("kda_fwd", tensors(case), **case.keywords)
+    changed = {n: x.clone() for n, x in tensors(case).items()}
+    for name in ("q", "k", "v", "g", "beta"):
+        changed[name][:, at:] = changed[name][:, at:].flip(1)
+    got = run("kda_fwd", changed, **case.keywords)
+    check(same_bits(got.o[:, :at], want.o[:, :at]), "an output depends on later tokens")
+    check(not same_bits(got.o[:, at:], want.o[:, at:]), "the change did nothing")
 
 
 def test_padding_and_pools(gpu):

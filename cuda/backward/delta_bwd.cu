@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(1024) delta_bwd_plan_kernel(const __grid_const
     ptx::griddepcontrol_launch_dependents();
     const int N = static_cast<int>(call.p.N), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (call.w.flags)
-        for (int64_t i = threadIdx.x; i <= N * call.p.HV; i += 1024) call.w.flags[i] = 0;
+        for (int64_t i = threadIdx.x; i < call.cleared; i += 1024) call.w.flags[i] = 0;
     int before = 0;
     for (int first = 0; first < N; first += 1024) {
         const int n = first + static_cast<int>(threadIdx.x);

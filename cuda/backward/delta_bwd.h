@@ -28,6 +28,7 @@ struct BwdCall {
     BwdParams p;
     BwdWorkspace w;
     Tensor transition, added;  // segments only, as in SegmentParams
+    int64_t cleared;           // words from w.flags on that the plan sets to 0
 };
 
 uint64_t delta_bwd_workspace_bytes(const BwdParams &p);

@@ -23,7 +23,10 @@ uint64_t cut(const BwdParams &p, int multiprocessors, char *base, Call &call) {
         used += (static_cast<uint64_t>(count) * sizeof(*piece) + 255) / 256 * 256;
     };
     const int64_t keys = call.exact.w.chunks * p.H, values = call.exact.w.chunks * p.HV, rows = kC * p.K;
-    take(call.exact.w.flags, p.N * p.HV + 1);
+    const int64_t flags = (p.N * p.HV + 4) / 4 * 4;  // and one for whether there is any
+    call.exact.cleared = flags + 4 * p.N * p.H;
+    take(call.exact.w.flags, call.exact.cleared);
+    call.largest = base ? reinterpret_cast<Largest *>(call.exact.w.flags + flags) : nullptr;
     take(call.q, keys * rows), take(call.k, keys * rows);
     take(call.solve, values * kC * kC), take(call.pairs, values * kC * kC);
     take(call.e, values * rows), take(call.dr, values * rows);

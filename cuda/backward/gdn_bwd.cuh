@@ -2,12 +2,16 @@
 //
 // Matrices in global memory lie as wgmma wants them in shared memory: whole tiles, swizzled, copied by one bulk copy. Rows are
 // tokens, and columns K or V or tokens; of the states, rows are V and columns K. Rows past a sequence's end are 0.
+//
+// All operands are fp16, whatever the caller's type: 3 bits more than bf16 has in as many bytes. For its range powers of 2 are taken
+// out, which loses nothing: of each q and k its length; of all that goes forwards or in reverse a unit (gdn_bwd_units.cuh).
 #pragma once
 #include "common/fragments.cuh"
 #include "common/pipeline.cuh"
 #include "common/swizzle.cuh"
 #include "delta_bwd.h"
 #include "gdn_bwd_cut.cuh"
+#include "gdn_bwd_units.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cta.cuh"
 #include "ptx/math.cuh"
@@ -19,6 +23,8 @@
 namespace linattn::cuda::gdn_bwd {
 
 using delta_bwd::Chunk;
+
+using Operand = __half;
 
 constexpr int kC = kBwdChunk;  // tokens
 // Gradients of sequences so short are a few dot products, whose terms must not be rounded: the kernels in float do them. A rule of
@@ -39,35 +45,42 @@ struct Config {
     using HalfState = SmemTile<64, D, ptx::Swizzle::B128>;  // 64 columns of V
 };
 
-// Of a chunk and value head. G: inclusive sums of the log2 decays; |q|, |k|: 1 without l2norm, where q and k stand for themselves.
-struct alignas(16) Factors {
+// Of a chunk and value head. G: inclusive sums of the log2 decays. q and k are operands here, the caller's times power_q or power_k;
+// |q|, |k|: what l2norm divides these by, or the power. do is the caller's times `queries`, the largest scale / |q|, which the other
+// factors of do are divided by. What a chunk gives to D before it has its first decay as a factor: where that is small, `rise` keeps
+// it in the range of fp16, and who uses that D multiplies by `fall`, 1 / rise.
+struct alignas(16) ScanFactors {
     // The forward scan reads write .. growth, the reverse one beta .. erase.
     float write[kC];  // beta 2^(G_last - G) / |k|
     float fade[kC];   // -2^G / |k|
     float beta[kC];
-    float decay, unused[3];  // 2^G_last
+    float decay, queries, rise, fall;  // decay: 2^G_last
     float4 growth;    // log2 of how much the keys may lengthen a state, of a quarter of them each; where cuts are possible
     float left[kC];   // 2^(G_last - G) / |k|
-    float query[kC];  // scale 2^G / |q|
-    float erase[kC];  // -beta 2^G / |k|
+    float query[kC];  // rise scale 2^G / |q| / queries
+    float erase[kC];  // -rise beta 2^G / |k|
+};
+struct Factors : ScanFactors {
     float log2[kC];
-    float pair_q[kC], pair_k[kC];  // scale / |q|, beta / |k|
+    float pair_q[kC], pair_k[kC];  // scale / |q| / queries, beta / |k|
     float norm_q[kC], norm_k[kC];  // 1 / |q|, 1 / |k|
+    float power_q[kC], power_k[kC];
 
     // log2 of a bound of the norm of what the chunk does to a state: max(1, |1 - beta |k|^2|) a token, times the decay.
     __device__ __forceinline__ float log2_of_bound() const {
         return log2[kC - 1] + ((growth.x + growth.y) + (growth.z + growth.w));
     }
 };
-static_assert(sizeof(Factors) % 32 == 0, "half of it is a bulk copy");
+static_assert(sizeof(ScanFactors) % 32 == 0 && sizeof(Factors) % 16 == 0, "half of the one, all of the other are bulk copies");
 
 struct Call {
     CUtensorMap map_q, map_k, map_v, map_do;  // the caller's arrays, where TMA takes them
     BwdCall exact;                            // arguments, and the workspace of the kernels in float
-    // Tiles of each chunk and key head, of those chunks alone that TMA does not load; and of each chunk and value head.
+    Largest *largest;                         // [N][H]
+    // Tiles of each chunk and key head; and of each chunk and value head.
     uint16_t *q, *k;
     uint16_t *solve;   // -X: X = 2^(G_i - G_j) of L (1 + beta L)^-1, L_ij = k_i . k_j below the diagonal
-    uint16_t *pairs;   // P
+    uint16_t *pairs;   // P / queries
     uint16_t *e, *dr;  // e = v - P^T k; dr = du of delta_bwd.cu
     Factors *factors;
     Cut cut;
@@ -82,8 +95,15 @@ struct Call {
     __device__ __forceinline__ void flag(int64_t n, int64_t head) const {
         exact.w.flags[n * exact.p.HV + head] = 1, exact.w.flags[exact.p.N * exact.p.HV] = 1;
     }
+    __device__ __forceinline__ Largest &largest_of(int64_t n, int64_t key_head) const {
+        return largest[n * exact.p.H + key_head];
+    }
+    // What D after a chunk is still to be multiplied by.
+    __device__ __forceinline__ float fall_behind(int64_t n, int64_t chunk, int64_t head) const {
+        return chunk + 1 < exact.w.chunk_start[n + 1] ? factors[of_value(chunk + 1, head)].fall : 1.0f;
+    }
     __device__ __forceinline__ float *state_at(int place) const { return cut.places + place * (exact.p.K * exact.p.V); }
-    // Are a chunk's q, k, v and do loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
+    // Are a chunk's rows loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
     __device__ __forceinline__ bool as_given(const Chunk &c) const { return tma && c.length == kC; }
     // Of S before the chunk, or of D after it, in the first half of the slot of the kernels in float.
     template <class C>
@@ -143,17 +163,24 @@ __device__ __forceinline__ void issue_ss(float (&d)[kCount], uint32_t a, uint32_
     ptx::wgmma_commit_group();
 }
 
-// The largest exponent of the halves packed in a word, as a bit pattern: 0x7c00 is an infinity or NaN of fp16. bf16 has the
-// range of the sums it comes from.
-template <class T, int kSteps>
-__device__ __forceinline__ bool overflows(const uint32_t (&a)[kSteps][4]) {
-    if constexpr (ptx::kIsBf16<T>) return false;
-    uint32_t largest = 0;
-#pragma unroll
-    for (int s = 0; s < kSteps; s++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) largest = __vmaxu2(largest, a[s][i] & 0x7fff7fffu);
-    return (largest & 0xffffu) >= 0x7c00u || largest >> 16 >= 0x7c00u;
+// Eight elements of the caller's times a factor.
+template <class T>
+__device__ __forceinline__ uint4 operands(const uint4 &given, float factor) {
+    const auto pair = [&](uint32_t word) {
+        const float2 x = unpack(T{}, word);
+        return ptx::cvt_rn_x2<Operand>(factor * x.x, factor * x.y);
+    };
+    return make_uint4(pair(given.x), pair(given.y), pair(given.z), pair(given.w));
+}
+
+// A tile of v or do becomes one of operands where it lies, by kConverters threads; the loads of the next ones are under way meanwhile.
+constexpr int kConverters = 64;
+template <class T, class Tile>
+__device__ __forceinline__ void convert_tile(uint32_t tile, float factor, int thread) {
+#pragma unroll 4
+    for (int at = 16 * thread; at < Tile::kBytes; at += 16 * kConverters)
+        ptx::st_shared_v4_u32(tile + at, operands<T>(ptx::ld_shared_v4_u32(tile + at), factor));
+    ptx::fence_proxy_async_shared_cta();
 }
 
 // x and y in two terms each.

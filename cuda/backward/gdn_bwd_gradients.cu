@@ -3,11 +3,11 @@
 // With 1/|q|, 1/|k| and beta in factors (query, erase, write, pair_q, pair_k), q and k as given, F_ij = 2^(G_i - G_j):
 //
 //   P'_ij = pair_q_i F_ij pair_k_j do_i . e_j  (j <= i);    M_ij = -pair_k_i F_ij pair_k_j dr_i . e_j  (j < i)
-//   dq' = query S do + P' k                                            dq = dq' - y (y . dq'), y = q / |q|, with l2norm; else dq'
-//   dk' = erase S dr + write D e + P'^T q + (M + M^T) k                the same
+//   dq' = fall query S do + P' k                                       dq = dq' - y (y . dq'), y = q / |q|, with l2norm; else dq'
+//   dk' = fall erase S dr + write D e + P'^T q + (M + M^T) k                the same
 //   dv = beta dr;   dbeta = dr . e
 //   dg_t = sum_{j < t <= i} H_ij + sum_{i >= t} c_i + sum_{j < t} f_j + 2^G_last S . D,      H_ij = P'_ij q_i . k_j + M_ij k_i . k_j,
-//          c_i = q_i . (query S do)_i + k_i . (erase S dr)_i,   f_j = k_j . (write D e)_j
+//          c_i = fall (q_i . (query S do)_i + k_i . (erase S dr)_i),   f_j = k_j . (write D e)_j
 //
 // Every term of dg_t has the decay of t as a factor, so a steep gate gets a small gradient and nothing cancels that has not to.
 //
@@ -74,10 +74,7 @@ struct Gradients : GradientsParts<C> {
             uint32_t terms[4];  // rounded to nearest, ties away
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if constexpr (!ptx::kIsBf16<T>)
-#pragma unroll
-                    for (int e = 0; e < 2; e++) y[half][e] = fminf(fmaxf(y[half][e], -65504.0f), 65504.0f);
-                ptx::st_shared_u32(tile + Square::offset(row + 8 * half, j), ptx::cvt_rn_x2<T>(y[half][0], y[half][1]));
+                ptx::st_shared_u32(tile + Square::offset(row + 8 * half, j), ptx::cvt_rn_x2<Operand>(y[half][0], y[half][1]));
                 terms[half] = __float_as_uint(h[half][0]) + 0x1000u, terms[2 + half] = __float_as_uint(h[half][1]) + 0x1000u;
             }
             float here[4] = {before[0], before[1], before[2], before[3]};
@@ -112,13 +109,13 @@ struct Gradients : GradientsParts<C> {
             uint32_t word[4];
             ptx::ldmatrix_x4(word, tile + Rows::block16_offset(16 * warp, 64 * group + 16 * block, lane));
 #pragma unroll
-            for (int i = 0; i < 4; i++) f(8 * block + i / 2 * 4 + i % 2 * 2, i % 2, unpack(T{}, word[i]));
+            for (int i = 0; i < 4; i++) f(8 * block + i / 2 * 4 + i % 2 * 2, i % 2, unpack(Operand{}, word[i]));
         }
     }
-    // sum += f x, rows; adds to `dots` the rows' dot products of f x with the tile's channels.
-    __device__ __forceinline__ void add_scaled(float (&sum)[32], const float (&x)[32], const float *factor, uint32_t tile,
-                                               float (&dots)[2]) const {
-        const float f[2] = {factor[row], factor[row + 8]};
+    // sum += f x, rows, f = factor times another; adds to `dots` the rows' dot products of f x with the tile's channels.
+    __device__ __forceinline__ void add_scaled(float (&sum)[32], const float (&x)[32], const float *factor, float of_all,
+                                               uint32_t tile, float (&dots)[2]) const {
+        const float f[2] = {factor[row] * of_all, factor[row + 8] * of_all};
         float own[2] = {};
         each_pair(tile, [&](int i, int half, float2 other) {
             sum[i] = fmaf(f[half], x[i], sum[i]), sum[i + 1] = fmaf(f[half], x[i + 1], sum[i + 1]);
@@ -142,18 +139,17 @@ struct Gradients : GradientsParts<C> {
         const int place = at.stage;
         const Factors &f = smem.f[place];
         typename GradientsSmem<C>::Sums &sums = smem.sums[sums_at.stage];
-        ptx::fence_proxy_async_shared_cta();  // do may have come by ordinary copies
-        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
-                                                Rows::k_major_low(s_e(place), 0, 0), false);
+        issue_ss<Operand, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(group == 0 ? s_do(place) : s_dr(place), 0, 0),
+                                                      Rows::k_major_low(s_e(place), 0, 0), false);
         if (C::kHalves == 1)
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0),
-                                                    Rows::k_major_low(s_e(place), 0, 0), false);
+            issue_ss<Operand, kK, Rows, kK, Rows, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0),
+                                                          Rows::k_major_low(s_e(place), 0, 0), false);
         multipliers();  // P' and M of the head before are read
         sums_ring.wait_empty(sums_at);
         if (first) {
             ptx::mbarrier_wait_parity(key_ring.full(0), phase_of_key);
-            issue_ss<T, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
-                                                    Rows::k_major_low(s_k, 0, 0), false);
+            issue_ss<Operand, kK, Rows, kK, Rows, D / 16>(similar, Rows::k_major_low(group == 0 ? s_q : s_k, 0, 0),
+                                                          Rows::k_major_low(s_k, 0, 0), false);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(similar);
         }
@@ -167,21 +163,21 @@ struct Gradients : GradientsParts<C> {
         }
         state_ring.wait_full(states);
         const uint32_t state = State::mn_major_low(s_state, 0, 64 * group), grad = State::mn_major_low(s_grad, 0, 64 * group);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do(place), 0, 0), state, false);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), state, false);
+        issue_ss<Operand, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_do(place), 0, 0), state, false);
+        issue_ss<Operand, kK, Rows, kMN, State, D / 16>(y, Rows::k_major_low(s_dr(place), 0, 0), state, false);
         grad_ring.wait_full(states);
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(x);
-        add_scaled(dq, x, f.query, s_q, c_dots);
+        add_scaled(dq, x, f.query, f.fall, s_q, c_dots);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(y), ptx::register_fence(x);
         warp_arrive(state_ring.empty(0), lane);
-        issue_ss<T, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e(place), 0, 0), grad, false);
-        add_scaled(dk, y, f.erase, s_k, c_dots);
+        issue_ss<Operand, kK, Rows, kMN, State, D / 16>(x, Rows::k_major_low(s_e(place), 0, 0), grad, false);
+        add_scaled(dk, y, f.erase, f.fall, s_k, c_dots);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         warp_arrive(grad_ring.empty(0), lane);
-        add_scaled(dk, x, f.write, s_k, after);
+        add_scaled(dk, x, f.write, smem.head[place].grad, s_k, after);
         warp_arrive(tokens_ring.empty(place), lane);
         put_rows(sums.c[group], c_dots), put_rows(sums.after[group], after);
         warp_arrive(sums_ring.full(sums_at.stage), lane);
@@ -189,22 +185,23 @@ struct Gradients : GradientsParts<C> {
         multipliers();  // P' and M are written
         const uint32_t of_q = Rows::mn_major_low(s_q, 0, 64 * group), of_k = Rows::mn_major_low(s_k, 0, 64 * group);
         ptx::register_fence(dq), ptx::register_fence(dk);
-        issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dq, Square::k_major_low(s_pairs, 0, 0), of_k, true);
-        issue_ss<T, kMN, Square, kMN, Rows, kC / 16>(dk, Square::mn_major_low(s_pairs, 0, 0), of_q, true);
-        issue_ss<T, kK, Square, kMN, Rows, kC / 16>(dk, Square::k_major_low(s_erase, 0, 0), of_k, true);
-        issue_ss<T, kMN, Square, kMN, Rows, kC / 16>(dk, Square::mn_major_low(s_erase, 0, 0), of_k, true);
+        issue_ss<Operand, kK, Square, kMN, Rows, kC / 16>(dq, Square::k_major_low(s_pairs, 0, 0), of_k, true);
+        issue_ss<Operand, kMN, Square, kMN, Rows, kC / 16>(dk, Square::mn_major_low(s_pairs, 0, 0), of_q, true);
+        issue_ss<Operand, kK, Square, kMN, Rows, kC / 16>(dk, Square::k_major_low(s_erase, 0, 0), of_k, true);
+        issue_ss<Operand, kMN, Square, kMN, Rows, kC / 16>(dk, Square::mn_major_low(s_erase, 0, 0), of_k, true);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(dq), ptx::register_fence(dk);
     }
 
     __device__ __forceinline__ void key_similarities(float (&x)[32]) const {
-        issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(s_k, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
+        issue_ss<Operand, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(s_k, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
     }
 
-    // What the kernels in float gave for a value head.
-    __device__ __forceinline__ void add_exact(const Chunk &c, float (&sum)[32], const float *from, const float *norm) const {
+    // What the kernels in float gave for a value head. unit: from the caller's.
+    __device__ __forceinline__ void add_exact(const Chunk &c, float (&sum)[32], const float *from, const float *norm,
+                                              float unit) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int t = row + 8 * half;
@@ -213,7 +210,8 @@ struct Gradients : GradientsParts<C> {
 #pragma unroll
             for (int n = 0; n < 8; n++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) sum[4 * n + 2 * half + e] = fmaf(norm[t], at[8 * n + e], sum[4 * n + 2 * half + e]);
+                for (int e = 0; e < 2; e++)
+                    sum[4 * n + 2 * half + e] = fmaf(norm[t] * unit, at[8 * n + e], sum[4 * n + 2 * half + e]);
         }
     }
 
@@ -239,18 +237,19 @@ struct Gradients : GradientsParts<C> {
         });
     }
     // dq or dk from fragments: the four lanes of a row change theirs for eight channels in a row each.
-    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32]) const {
+    __device__ __forceinline__ void give(const Chunk &c, const Tensor &t, const float (&x)[32], const float *back) const {
         uint16_t *const to =
             reinterpret_cast<uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.key_head, 64 * group + 8 * q);
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; half++) {
+            const float factor = back[row + 8 * half];
 #pragma unroll
             for (int part = 0; part < 2; part++) {
                 uint32_t word[4];
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     const int at = 4 * (4 * part + n) + 2 * half;
-                    word[n] = ptx::cvt_rn_x2<T>(x[at], x[at + 1]);
+                    word[n] = ptx::cvt_rn_x2<T>(factor * x[at], factor * x[at + 1]);
                 }
                 transpose_quad(word);
                 const int token = row + 8 * half;
@@ -258,6 +257,7 @@ struct Gradients : GradientsParts<C> {
                     *reinterpret_cast<uint4 *>(to + token * t.stride[1] + 32 * part) =
                         make_uint4(word[0], word[1], word[2], word[3]);
             }
+        }
     }
     // Of a lane's four words, each becomes that with this lane's number (of the four) of another lane.
     __device__ __forceinline__ void transpose_quad(uint32_t (&word)[4]) const {
@@ -289,8 +289,11 @@ struct Gradients : GradientsParts<C> {
             typename GradientsSmem<C>::Key &key = smem.key[phase_of_key];
             if (threadIdx.x == 0) key.chunk = smem.head[at.stage].chunk;
             if (threadIdx.x < kC) {
-                key.norm[0][threadIdx.x] = smem.f[at.stage].norm_q[threadIdx.x];
-                key.norm[1][threadIdx.x] = smem.f[at.stage].norm_k[threadIdx.x];
+                const Factors &f = smem.f[at.stage];
+                const float unit = smem.head[at.stage].forwards * smem.head[at.stage].in_reverse;
+                key.norm[0][threadIdx.x] = f.norm_q[threadIdx.x], key.norm[1][threadIdx.x] = f.norm_k[threadIdx.x];
+                key.back[0][threadIdx.x] = unit * f.power_q[threadIdx.x],
+                key.back[1][threadIdx.x] = unit * f.power_k[threadIdx.x];
             }
             bool first = true;
 #pragma unroll 1
@@ -298,8 +301,10 @@ struct Gradients : GradientsParts<C> {
                 at = place(seen);
                 tokens_ring.wait_full(at);
                 if (smem.head[at.stage].flagged) {
-                    add_exact(smem.head[at.stage].chunk, dq, call.exact.w.dq, smem.f[at.stage].norm_q);
-                    add_exact(smem.head[at.stage].chunk, dk, call.exact.w.dk, smem.f[at.stage].norm_k);
+                    const typename GradientsSmem<C>::Head &head = smem.head[at.stage];
+                    const float unit = inverse_power(head.forwards) * inverse_power(head.in_reverse);
+                    add_exact(head.chunk, dq, call.exact.w.dq, smem.f[at.stage].norm_q, unit);
+                    add_exact(head.chunk, dk, call.exact.w.dk, smem.f[at.stage].norm_k, unit);
                     warp_arrive(tokens_ring.empty(at.stage), lane);
                 } else {
                     value_head(at, RingState<1>{0, static_cast<uint32_t>(done % 2)}, place(done), first, phase_of_key, similar,
@@ -318,7 +323,7 @@ struct Gradients : GradientsParts<C> {
                 through_norm(dk, s_k, key.norm[1], key.along, 1);
             }
             warp_arrive(key_ring.empty(0), lane);  // q and k have been read
-            give(c, p.dq, dq), give(c, p.dk, dk);
+            give(c, p.dq, dq, key.back[0]), give(c, p.dk, dk, key.back[1]);
             phase_of_key ^= 1;
         }
     }
@@ -339,6 +344,7 @@ __global__ void __launch_bounds__(Gradients<C>::kThreads, 1) gdn_bwd_gradients_k
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<96>();
         if (own.warp == 0) own.load();
         if (own.warp == 1) own.load_keys();
+        if (own.warp >= 2) own.convert();
     } else if (own.group == C::kHalves) {
         C::kHalves > 1 ? ptx::setmaxnreg_dec<56>() : ptx::setmaxnreg_dec<152>();
         own.help();

@@ -6,7 +6,7 @@
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders two warps work
+constexpr int kHelpers = 128, kLoaders = 128;  // of the loaders two warps make operands of do
 
 template <class C>
 struct alignas(1024) GradientsSmem {
@@ -18,20 +18,24 @@ struct alignas(1024) GradientsSmem {
     char pairs[C::Square::kBytes], erase[C::Square::kBytes];  // P', M; 0 above the diagonal from the start
     Factors f[2];                                             // as tokens
     struct Head {
-        Chunk chunk;  // with head
+        Chunk chunk;                 // with head
+        float d_o;                   // what makes an operand of do
+        float forwards, in_reverse;  // units, to the caller's
+        float grad;                  // what D is still to be multiplied by
         bool flagged;
     } head[2];    // as tokens
     struct Key {  // of the key head, for the multipliers
         Chunk chunk;
         float along[2][2][kC];  // y . dq', y . dk', by warpgroup
         float norm[2][kC];      // 1 / |q|, 1 / |k|
+        float back[2][kC];      // from dq', dk' to the caller's dq, dk
     } key[2];                   // of this key head and of the one before, which slower warps may still read
     struct Sums {
         float pairs[2][4][kC];          // of H, by its two parts and rows of a warp
         float c[2][kC], after[2][kC];   // c_i, f_j, by warpgroup
     } sums[2];                          // from the multipliers to the helpers
     float dbeta[2][kC], product[2][4];  // by place
-    alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes],
+    alignas(8) char key_ring[Ring<1>::kBytes], tokens_ring[Ring<2>::kBytes], given_ring[Ring<2>::kBytes],
         state_ring[Ring<1>::kBytes], grad_ring[Ring<1>::kBytes], sums_ring[Ring<2>::kBytes];
 };
 static_assert(sizeof(GradientsSmem<Config<__half, 128>>) <= 227 * 1024, "fits");
@@ -56,14 +60,17 @@ struct GradientsParts {
                    s_pairs = ptx::shared_address(smem.pairs), s_erase = ptx::shared_address(smem.erase);
     // Read by the multipliers and the helpers; key: by the former; sums: written by the former, read by one warp of the latter.
     const Ring<1> key_ring{ptx::shared_address(smem.key_ring)};
-    const Ring<2> tokens_ring{ptx::shared_address(smem.tokens_ring)}, sums_ring{ptx::shared_address(smem.sums_ring)};
+    // given: do, as the caller has it; free again with the rest of the tokens.
+    const Ring<2> tokens_ring{ptx::shared_address(smem.tokens_ring)}, given_ring{ptx::shared_address(smem.given_ring)},
+        sums_ring{ptx::shared_address(smem.sums_ring)};
     const Ring<1> state_ring{ptx::shared_address(smem.state_ring)}, grad_ring{ptx::shared_address(smem.grad_ring)};
 
     __device__ __forceinline__ void init() const {
         constexpr uint32_t kMultiplyArrivals = kMultiply / 32 * kWarpArrivals,
                            kAll = (kMultiply + kHelpers) / 32 * kWarpArrivals;
         key_ring.init(1, kMultiplyArrivals);
-        tokens_ring.init(1 + 32, kAll);
+        given_ring.init(1 + 32, 1);
+        tokens_ring.init(1 + kConverters / 32 * kWarpArrivals, kAll);
         state_ring.init(1, kAll), grad_ring.init(1, kAll);
         sums_ring.init(kMultiplyArrivals, kWarpArrivals);
     }
@@ -83,30 +90,47 @@ struct GradientsParts {
         const uint32_t full = key_ring.full(0);
         const int64_t tile = call.of_key(c.index, c.key_head);
         ptx::mbarrier_arrive_expect_tx(full, 2 * Rows::kBytes);
-        if (call.as_given(c)) {
-            load_given<Rows>(s_q, call.map_q, c, c.key_head, full), load_given<Rows>(s_k, call.map_k, c, c.key_head, full);
-            return;
-        }
         copy(s_q, tile_of<Rows>(call.q, tile), Rows::kBytes, full);
         copy(s_k, tile_of<Rows>(call.k, tile), Rows::kBytes, full);
     }
     __device__ __forceinline__ void fetch_tokens(const Chunk &c, const RingState<2> &at) const {
         tokens_ring.wait_empty(at);
-        const uint32_t full = tokens_ring.full(at.stage);
+        const uint32_t full = tokens_ring.full(at.stage), given_full = given_ring.full(at.stage);
         const bool flagged = call.flagged(c.n, c.head), given = call.as_given(c);
         if (lane == 0) {
             const int64_t own = call.of_value(c.index, c.head);
-            smem.head[at.stage].chunk = c, smem.head[at.stage].flagged = flagged;
-            ptx::mbarrier_arrive_expect_tx(full, (flagged ? 0 : given ? 3 : 2) * Rows::kBytes + sizeof(Factors));
-            copy(ptx::shared_address(&smem.f[at.stage]), call.factors + own, sizeof(Factors), full);
+            ptx::mbarrier_expect_tx(given_full, !flagged && given ? Rows::kBytes : 0);
+            ptx::mbarrier_expect_tx(full, (flagged ? 0 : 2) * Rows::kBytes + sizeof(Factors));
             if (!flagged) {
+                if (given) load_given<Rows>(s_do(at.stage), call.map_do, c, c.head, given_full);
                 copy(s_e(at.stage), tile_of<Rows>(call.e, own), Rows::kBytes, full);
-                if (given) load_given<Rows>(s_do(at.stage), call.map_do, c, c.head, full);
                 copy(s_dr(at.stage), tile_of<Rows>(call.dr, own), Rows::kBytes, full);
             }
+            copy(ptx::shared_address(&smem.f[at.stage]), call.factors + own, sizeof(Factors), full);
+            // What is waited for here does not keep the copies.
+            const Largest largest = call.largest_of(c.n, c.key_head);
+            const Unit reverse = in_reverse(largest);
+            smem.head[at.stage] = {c,
+                                   reverse.to * call.factors[own].queries,
+                                   forwards(largest).from,
+                                   reverse.from,
+                                   call.fall_behind(c.n, c.index, c.head),
+                                   flagged};
+            ptx::mbarrier_arrive(given_full), ptx::mbarrier_arrive(full);
         }
         if (!flagged && !given) load_rows<Rows>(s_do(at.stage), call.p().d_o, c, c.head, 0, lane, 32);
-        ptx::cp_async_mbarrier_arrive_noinc(full);
+        ptx::cp_async_mbarrier_arrive_noinc(given_full);
+    }
+    // By the loaders' last two warps.
+    __device__ __forceinline__ void convert() const {
+        RingState<2> at;
+#pragma unroll 1
+        for (int left = heads(); left > 0; left--, at.advance()) {
+            given_ring.wait_full(at);
+            const typename GradientsSmem<C>::Head &head = smem.head[at.stage];
+            if (!head.flagged) convert_tile<T, Rows>(s_do(at.stage), head.d_o, static_cast<int>(threadIdx.x) % kConverters);
+            warp_arrive(tokens_ring.full(at.stage), lane);
+        }
     }
     __device__ __forceinline__ void fetch_state(const Chunk &c, const RingState<1> &at, const Ring<1> &ring, uint32_t to,
                                                 float *from) const {
@@ -119,12 +143,10 @@ struct GradientsParts {
     __device__ __forceinline__ void prefetch(const Chunk &c) const {
         if (call.flagged(c.n, c.head)) return;
         if (lane != 0) return;
-        if (c.head % (call.p().HV / call.p().H) == 0 && call.as_given(c)) {
-#pragma unroll
-            for (int panel = 0; panel < D / 64; panel++)
-                for (const CUtensorMap *map : {&call.map_q, &call.map_k})
-                    ptx::cp_async_bulk_prefetch_tensor_4d(map, 64 * panel, static_cast<int32_t>(c.key_head),
-                                                          static_cast<int32_t>(c.token), static_cast<int32_t>(c.b));
+        if (c.head % (call.p().HV / call.p().H) == 0) {
+            const int64_t key = call.of_key(c.index, c.key_head);
+            ptx::cp_async_bulk_prefetch(tile_of<Rows>(call.q, key), Rows::kBytes);
+            ptx::cp_async_bulk_prefetch(tile_of<Rows>(call.k, key), Rows::kBytes);
         }
         const int64_t own = call.of_value(c.index, c.head);
         ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.states, own), State::kBytes);
@@ -138,6 +160,7 @@ struct GradientsParts {
         constexpr int kUnits = D / 8;
         const BwdParams &p = call.p();
         uint16_t *const dv = reinterpret_cast<uint16_t *>(p.dv.data) + delta_bwd::element(p.dv, c.b, c.token, c.head);
+        const float size = smem.head[place].in_reverse;
 #pragma unroll 2
         for (int i = threadIdx.x % kHelpers; i < kC * kUnits; i += kHelpers) {
             const int t = i / kUnits, unit = i % kUnits * 8;
@@ -145,10 +168,10 @@ struct GradientsParts {
             const uint4 from = ptx::ld_shared_v4_u32(s_dr(place) + Rows::offset(t, unit));
             const uint32_t dr[4] = {from.x, from.y, from.z, from.w};
             uint32_t out[4];
-            const float beta = smem.f[place].beta[t];
+            const float beta = smem.f[place].beta[t] * size;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float2 y = unpack(T{}, dr[j]);
+                const float2 y = unpack(Operand{}, dr[j]);
                 out[j] = ptx::cvt_rn_x2<T>(beta * y.x, beta * y.y);
             }
             *reinterpret_cast<uint4 *>(dv + t * p.dv.stride[1] + unit) = make_uint4(out[0], out[1], out[2], out[3]);
@@ -163,8 +186,8 @@ struct GradientsParts {
             uint32_t x[4], y[4];
             ptx::ldmatrix_x4(x, a + Tile::block16_offset(first, 16 * s, lane));
             ptx::ldmatrix_x4(y, b + Tile::block16_offset(first, 16 * s, lane));
-            ptx::mma_m16n8k16<T>(upper, x, y[0], y[2]);
-            ptx::mma_m16n8k16<T>(lower, x, y[1], y[3]);
+            ptx::mma_m16n8k16<Operand>(upper, x, y[0], y[2]);
+            ptx::mma_m16n8k16<Operand>(lower, x, y[1], y[3]);
         }
     }
     // The thread's element of the diagonals: upper[0] or [1] at (g, 2q ..), lower[2] or [3] at (g + 8, 2q ..).
@@ -203,8 +226,8 @@ struct GradientsParts {
         return __shfl_sync(~0u, sum_before(__shfl_sync(~0u, x, 31 - lane)), 31 - lane);
     }
 
-    // dg, dbeta and the chunk's sums, by one warp, two tokens a lane. decay: of the chunk.
-    __device__ __forceinline__ void gates(const Chunk &c, const delta_bwd::GateBits<2> &in, float decay,
+    // dg, dbeta and the chunk's sums, by one warp, two tokens a lane. passes: of S . D; unit: to the caller's.
+    __device__ __forceinline__ void gates(const Chunk &c, const delta_bwd::GateBits<2> &in, float passes, float unit,
                                           const RingState<2> &at) const {
         const BwdParams &p = call.p();
         const auto two = [&](const float *from) { return *reinterpret_cast<const float2 *>(from + 2 * lane); };
@@ -223,12 +246,13 @@ struct GradientsParts {
             here.x += c1.x, here.y += c1.y, after.x += after1.x, after.y += after1.y;
         }
         const float *const product = smem.product[at.stage];
-        const float passing = decay * (product[0] + product[1] + product[2] + product[3]);
+        const float passing = passes * (product[0] + product[1] + product[2] + product[3]);
         const float2 dbeta = two(smem.dbeta[at.stage]);
         warp_arrive(sums_ring.empty(at.stage), lane);
         const float later = sum_after(here.x + here.y) + here.y, earlier = sum_before(after.x + after.y);
-        const float dg[2] = {pairs.x + (later + here.x) + earlier + passing, pairs.y + later + (earlier + after.x) + passing};
-        const float of_beta[2] = {dbeta.x, dbeta.y}, amplitude = delta_bwd::amplitude_of(p, c.head);
+        const float dg[2] = {unit * (pairs.x + (later + here.x) + earlier + passing),
+                             unit * (pairs.y + later + (earlier + after.x) + passing)};
+        const float of_beta[2] = {unit * dbeta.x, unit * dbeta.y}, amplitude = delta_bwd::amplitude_of(p, c.head);
         float dA = 0.0f, dbias = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -308,7 +332,8 @@ struct GradientsParts {
                 continue;
             }
             const delta_bwd::GateBits<2> in(p, c, 2 * lane, warp == 1);
-            const float decay = smem.f[at.stage].decay;
+            const typename GradientsSmem<C>::Head &head = smem.head[at.stage];
+            const float passing = smem.f[at.stage].decay * head.grad, unit = head.forwards * head.in_reverse;
             // First of all S . D, so that the next S, D, q and k can come.
             state_ring.wait_full(states), grad_ring.wait_full(states);
             state_product(sums.stage);
@@ -317,7 +342,7 @@ struct GradientsParts {
             values(c, at.stage);
             warp_arrive(tokens_ring.empty(at.stage), lane);
             helpers();
-            if (warp == 1) gates(c, in, decay, sums);
+            if (warp == 1) gates(c, in, passing, unit, sums);
             states.advance(), sums.advance();
         }
     }

@@ -3,14 +3,15 @@
 // comes in at the end (a similarity):
 //
 //   L_ij = k_i . k_j (i > j);  X = L (1 + beta L)^-1, so that (1 + beta L)^-1 = 1 - beta X and (1 + L beta)^-1 = 1 - X beta
-//   solve = -F X;   pairs = scale F Q,  Q_ij = q_i . k_j (i >= j)
+//   solve = -F X;   pairs = scale F Q / queries,  Q_ij = q_i . k_j (i >= j)
 //
 // X in float: 16 x 16 diagonal blocks row by row, a block a warp, then twice X_21 = Y - X_22 beta Y, Y = L_21 (1 - beta X_11), on tensor
-// cores with both factors in two terms. 1 / |q| and 1 / |k| go into factors: q and k stay as they were given.
+// cores with both factors in two terms. 1 / |q| and 1 / |k| go into factors; the first and last value heads of a key head write q and k as
+// operands, times the powers of 2 next to 1 / length. What units follow from (gdn_bwd_units.cuh) is looked at beside the loads.
 //
 // Sequences and heads are flagged where X is large or several keys are nearly one with beta near 1: there single roundings in the
 // scans lose digits; and sequences of at most kFewTokens, of which nothing but the factors is made.
-// Shared memory at any D: q and k (32 KB at D = 128), where later L 13, in its place X, Y 4 and what goes out 16 KB lie; decays, beta, norms 1.
+// Shared memory at any D: q and k (32 KB at D = 128), where later L 13, in its place X, Y 4 and what goes out 16 KB lie; decays, beta, norms 2.
 #include "common/launch.h"
 #include "gdn_bwd.cuh"
 
@@ -37,7 +38,9 @@ struct PrepareSmem {  // begins at a multiple of 1024, as tiles do; alignas woul
         alignas(16) Given given;
         alignas(16) Made made;
     };
-    float log2[kC], beta[kC], norm_q[kC], norm_k[kC];
+    float log2[kC], beta[kC], norm_q[kC], norm_k[kC], power_q[kC], power_k[kC];
+    float queries[4];  // largest of a warp's rows
+    float rows[2];     // largest of v, of do
     alignas(8) char barrier[8];
 };
 static_assert(kPrepareCtas * (sizeof(PrepareSmem<Config<__half, 128>>) + 1024) <= 228 * 1024, "CTAs of an SM fit");
@@ -60,7 +63,7 @@ struct Prepare {
 
     static __device__ __forceinline__ float2 pair(const float *from) { return *reinterpret_cast<const float2 *>(from); }
 
-    // q and k to shared memory; of a chunk that the other kernels cannot load themselves, also to the workspace, once.
+    // q and k to shared memory; by the first warps what the units follow from.
     __device__ __forceinline__ void load() const {
         const uint32_t barrier = ptx::shared_address(smem.barrier);
         if (call.as_given(c)) {
@@ -77,18 +80,39 @@ struct Prepare {
             ptx::cp_async_commit_group();
         }
         if (warp == 3) gates();
+        if (warp < 2) {
+            const float largest = largest_of_rows<T, D>(warp == 0 ? call.p().v : call.p().d_o, c);
+            if (lane == 0) smem.rows[warp] = largest;
+        }
+        if (warp == 2) states();
         if (!call.as_given(c)) {
             ptx::cp_async_wait_group<0>();
             ptx::fence_proxy_async_shared_cta();
         }
         __syncthreads();
-        if (call.as_given(c)) return ptx::mbarrier_wait_parity(barrier, 0);
-        if (thread != 0 || c.head % (call.p().HV / call.p().H) != 0) return;
-        const int64_t at = call.of_key(c.index, c.key_head);
-        ptx::cp_async_bulk_store(tile_of<Rows>(call.k, at), s_k, Rows::kBytes);
-        ptx::cp_async_bulk_store(tile_of<Rows>(call.q, at), s_q, Rows::kBytes);
-        ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group_read<0>();
+        if (call.as_given(c)) ptx::mbarrier_wait_parity(barrier, 0);
+    }
+
+    // q and k as operands to the workspace, once for all value heads: by the first and the last of them.
+    __device__ __forceinline__ void give_rows() const {
+        const int64_t group_size = call.p().HV / call.p().H, at = call.of_key(c.index, c.key_head);
+        if (c.head % group_size == 0) give_tile(tile_of<Rows>(call.q, at), s_q, smem.power_q);
+        if (c.head % group_size == group_size - 1) give_tile(tile_of<Rows>(call.k, at), s_k, smem.power_k);
+    }
+    __device__ __forceinline__ void give_tile(char *to, uint32_t tile, const float *powers) const {
+#pragma unroll 2
+        for (int at = 16 * thread; at < Rows::kBytes; at += 16 * kPrepareThreads)
+            *reinterpret_cast<uint4 *>(to + at) =
+                operands<T>(ptx::ld_shared_v4_u32(tile + at), powers[at % Rows::kPanelStrideBytes / 128]);
+    }
+
+    // The given states, by the chunks next to them.
+    __device__ __forceinline__ void states() const {
+        const BwdParams &p = call.p();
+        const int *start = call.exact.w.chunk_start + c.n;
+        Largest &to = call.largest_of(c.n, c.key_head);
+        if (p.state_in && c.index == start[0]) note(&to.state, largest_of_state<D>(p.state_in, c.n, c.head));
+        if (p.d_final_state && c.index + 1 == start[1]) note(&to.grad, largest_of_state<D>(p.d_final_state, c.n, c.head));
     }
 
     // Sums of log2 decays, and beta; two tokens a lane.
@@ -115,36 +139,59 @@ struct Prepare {
         *reinterpret_cast<float2 *>(&smem.beta[2 * lane]) = make_float2(beta[0], beta[1]);
     }
 
-    // 1 / |x| of the warp's rows, from the diagonal of a product.
-    __device__ __forceinline__ void norms(uint32_t tile, float *to) const {
+    // 1 / |x| of the warp's rows with l2norm, else 1, and the powers of 2 below 1 / |x|, from the diagonal of a product. Returns the
+    // largest quotient of the two.
+    __device__ __forceinline__ float norms(uint32_t tile, float *to, float *powers) const {
         float upper[4] = {}, lower[4] = {};
-        if (call.p().qk_l2norm) {
 #pragma unroll
-            for (int s = 0; s < D / 16; s++) {
-                uint32_t x[4];
-                ptx::ldmatrix_x4(x, tile + Rows::block16_offset(16 * warp, 16 * s, lane));
-                ptx::mma_m16n8k16<T>(upper, x, x[0], x[2]);
-                ptx::mma_m16n8k16<T>(lower, x, x[1], x[3]);
-            }
+        for (int s = 0; s < D / 16; s++) {
+            uint32_t x[4];
+            ptx::ldmatrix_x4(x, tile + Rows::block16_offset(16 * warp, 16 * s, lane));
+            ptx::mma_m16n8k16<T>(upper, x, x[0], x[2]);
+            ptx::mma_m16n8k16<T>(lower, x, x[1], x[3]);
         }
-        if (lane / 8 != q) return;
-        const auto inverse = [&](float sum) { return call.p().qk_l2norm ? 1.0f / sqrtf(sum + 1e-6f) : 1.0f; };
-        to[row] = inverse(g % 2 ? upper[1] : upper[0]), to[row + 8] = inverse(g % 2 ? lower[3] : lower[2]);
+        const float sums[2] = {g % 2 ? upper[1] : upper[0], g % 2 ? lower[3] : lower[2]};
+        float largest = 0.0f;
+        if (lane / 8 == q)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float inverse = 1.0f / sqrtf(sums[half] + (call.p().qk_l2norm ? 1e-6f : 1e-30f));
+                const float power = __uint_as_float(max(__float_as_uint(inverse) & 0x7f800000u, 27u << 23));
+                const float norm = call.p().qk_l2norm ? inverse : 1.0f;
+                to[row + 8 * half] = norm, powers[row + 8 * half] = power;
+                largest = fmaxf(largest, norm * inverse_power(power));
+            }
+        return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
     }
 
     // By ordinary stores: initcheck of compute-sanitizer does not see a bulk copy, and these are read by ordinary loads too.
-    __device__ __forceinline__ void factors() const {
+    __device__ __forceinline__ void factors(float queries) const {
         if (thread >= kC) return;
         Factors &f = call.factors[own];
         const int t = thread;
-        const float scale = static_cast<float>(call.p().scale), sum = smem.log2[t], last = smem.log2[kC - 1];
-        const float norm_q = smem.norm_q[t], norm_k = smem.norm_k[t], beta = smem.beta[t];
+        const float scale = static_cast<float>(call.p().scale) * inverse_power(queries), sum = smem.log2[t],
+                    last = smem.log2[kC - 1];
+        const float power_q = smem.power_q[t], power_k = smem.power_k[t], beta = smem.beta[t];
+        const float norm_q = smem.norm_q[t] * inverse_power(power_q), norm_k = smem.norm_k[t] * inverse_power(power_k);
         const float fade = ptx::ex2_approx_ftz(fminf(sum, 0.0f)), left = ptx::ex2_approx_ftz(fminf(last - sum, 0.0f));
+        const float first = smem.log2[0];
+        const int rise = first < -8.0f && first > -126.0f ? static_cast<int>(-first) : 0;  // a reset stays 0
+        const float risen = ptx::ex2_approx_ftz(fminf(sum + rise, 0.0f));
         f.log2[t] = sum, f.beta[t] = beta, f.norm_q[t] = norm_q, f.norm_k[t] = norm_k;
+        f.power_q[t] = power_q, f.power_k[t] = power_k;
         f.pair_q[t] = scale * norm_q, f.pair_k[t] = beta * norm_k;
-        f.query[t] = scale * norm_q * fade, f.erase[t] = -beta * norm_k * fade, f.write[t] = beta * norm_k * left;
+        f.query[t] = scale * norm_q * risen, f.erase[t] = -beta * norm_k * risen, f.write[t] = beta * norm_k * left;
         f.fade[t] = -norm_k * fade, f.left[t] = norm_k * left;
-        if (t == 0) f.decay = ptx::ex2_approx_ftz(fminf(last, 0.0f));
+        if (t != 0) return;
+        f.decay = ptx::ex2_approx_ftz(fminf(last, 0.0f)), f.queries = queries;
+        f.rise = __uint_as_float((127 + rise) << 23), f.fall = __uint_as_float((127 - rise) << 23);
+    }
+
+    // The power of 2 below the largest scale / |q|.
+    __device__ __forceinline__ float largest_query() const {
+        const float largest = fmaxf(fmaxf(smem.queries[0], smem.queries[1]), fmaxf(smem.queries[2], smem.queries[3]));
+        const uint32_t bits = __float_as_uint(fabsf(static_cast<float>(call.p().scale)) * largest) >> 23;
+        return __uint_as_float(min(max(bits, 27u), 227u) << 23);
     }
 
     __device__ __forceinline__ float fading(float own, float other) const {
@@ -160,20 +207,17 @@ struct Prepare {
             for (int n = 0; n < 8; n++)
                 if (n <= 2 * warp + 1) f(4 * n + 2 * half, row + 8 * half, 8 * n + 2 * q, n >= 2 * warp);
     }
-    // Pairs, packed, from the products of queries and keys. Returns whether one is out of fp16's range.
-    __device__ __forceinline__ bool make_pairs(const float (&qk)[32], uint32_t (&packed)[16]) const {
-        const float scale = static_cast<float>(call.p().scale);
-        bool large = false;
+    // Pairs, packed, from the products of queries and keys.
+    __device__ __forceinline__ void make_pairs(const float (&qk)[32], uint32_t (&packed)[16]) const {
+        const float scale = static_cast<float>(call.p().scale) * inverse_power(largest_query());
         each_pair([&](int at, int i, int j, bool diagonal) {
             const float2 norm = pair(&smem.norm_k[j]), other = pair(&smem.log2[j]);
             const float log2 = smem.log2[i], query = scale * smem.norm_q[i];
             float2 p = make_float2(query * norm.x * fading(log2, other.x) * qk[at],
                                    query * norm.y * fading(log2, other.y) * qk[at + 1]);
             if (diagonal) p.x = j <= i ? p.x : 0.0f, p.y = j < i ? p.y : 0.0f;
-            if (!ptx::kIsBf16<T>) large = large || fabsf(p.x) > 6e4f || fabsf(p.y) > 6e4f;
-            packed[at / 2] = ptx::cvt_rn_x2<T>(p.x, p.y);
+            packed[at / 2] = ptx::cvt_rn_x2<Operand>(p.x, p.y);
         });
-        return large;
     }
     // L, from the products of keys, and pairs to shared memory. Returns whether the head is a hard one.
     __device__ __forceinline__ bool similarities(const float (&kk)[32], const uint32_t (&packed)[16]) const {
@@ -241,8 +285,9 @@ struct Prepare {
         for (int half = 0; half < 2; half++) {
             const int i = first + g + 8 * half;
             const float own = smem.log2[i];
-            ptx::st_shared_u32(s_solve + Square::offset(i, j),
-                               ptx::cvt_rn_x2<T>(-fading(own, other.x) * x[2 * half], -fading(own, other.y) * x[2 * half + 1]));
+            ptx::st_shared_u32(
+                s_solve + Square::offset(i, j),
+                ptx::cvt_rn_x2<Operand>(-fading(own, other.x) * x[2 * half], -fading(own, other.y) * x[2 * half + 1]));
         }
         return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
     }
@@ -362,12 +407,17 @@ struct Prepare {
             float x[32];  // q k^T, then k k^T: both at once would leave registers for five CTAs
             uint32_t packed[16];
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(s_q, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
-            norms(s_q, smem.norm_q), norms(s_k, smem.norm_k);
+            const float longest = norms(s_q, smem.norm_q, smem.power_q);
+            norms(s_k, smem.norm_k, smem.power_k);
+            if (lane == 0) smem.queries[warp] = longest;
+            __syncthreads();  // norms are known
+            factors(largest_query());
+            if (warp == 0) note(&call.largest_of(c.n, c.key_head).v, smem.rows[0]);
+            if (warp == 1) note(&call.largest_of(c.n, c.key_head).d_o, largest_query() * smem.rows[1]);
+            give_rows();
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(x);
-            __syncthreads();  // norms are known
-            factors();
-            hard = make_pairs(x, packed);
+            make_pairs(x, packed);
             issue_ss<T, kK, Rows, kK, Rows, D / 16>(x, Rows::k_major_low(s_k, 0, 0), Rows::k_major_low(s_k, 0, 0), false);
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(x);
@@ -378,7 +428,7 @@ struct Prepare {
             }
             if (call.cut.streams != 0) growth(x);
             __syncthreads();  // q and k are read
-            hard = similarities(x, packed) || hard;
+            hard = similarities(x, packed);
         }
         __syncwarp();
         float largest = diagonal();

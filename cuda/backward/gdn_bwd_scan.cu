@@ -1,18 +1,18 @@
 // Second kernel of the chunked GDN backward: S from the first chunk to the last and its gradient D from the last to the first, side
 // by side, since neither needs the other. Per chunk, with tokens in rows, factors of rows (beta, fade, write, ...), and solve = -X
-// and pairs from gdn_bwd_prepare.cu:
+// and pairs from gdn_bwd_prepare.cu, v and do in the units of gdn_bwd.cuh:
 //
 //   forward   r = v + fade k S;               e = r + solve (beta r);       S = 2^G_last S + k^T (write e)
-//   reverse   z = pairs^T do + left k D;      dr = z + solve^T (beta z);    D = 2^G_last D + q^T (query do) + k^T (erase dr)
+//   reverse   z = pairs^T do + left k D;      dr = z + solve^T (beta z);    D = rise 2^G_last D + q^T (query do) + k^T (erase dr)
 //
 // One CTA per sequence, value head, 64 columns of V and direction, or per item of a cut (gdn_bwd_cut.cuh); the two halves of V are a cluster, whose CTAs each load half of
 // what both need. A warpgroup holds the transposed state, V x K, in fp32 accumulators; packed to 16 bits it is the left operand of
 // the product that needs it, and what goes to memory. Transposed, r, e, z and dr come out as the left operands of what follows, so
 // nothing of the chain passes through shared memory. Per chunk three products depend on each other; those with do are issued ahead.
 //
-// Roles: warps 0 to 3 compute; warp 4 loads, three stages; warp 5 stores. Nothing but the chain is left to the computing warps, one to a
-// scheduler.
-// Shared memory at D = 128: 3 x 59 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
+// Roles: warps 0 to 3 compute; warp 4 loads, three stages; warp 5 stores; warps 6 and 7 make operands of v or do where they lie.
+// Nothing but the chain is left to the computing warps, one to a scheduler.
+// Shared memory at D = 128: 3 x 58 KB, e and the state on their way out 2 x 24 KB: one CTA an SM. Registers: state 64, packed 32, dr 32,
 // y 32, do 32.
 #include <cstddef>
 
@@ -22,14 +22,14 @@
 
 namespace linattn::cuda::gdn_bwd {
 
-constexpr int kScanThreads = 192, kStages = 3;
+constexpr int kScanThreads = 192 + kConverters, kStages = 3;
 
 template <class C>
 struct alignas(1024) ScanStage {
     char k[C::Rows::kBytes], q[C::Rows::kBytes];              // q: reverse only
     char solve[C::Square::kBytes], pairs[C::Square::kBytes];  // pairs: reverse only
     char x[C::Half::kBytes];                                  // v; do
-    alignas(1024) Factors f;
+    ScanFactors f;
 };
 
 template <class C>
@@ -37,7 +37,7 @@ struct alignas(1024) ScanSmem {
     ScanStage<C> stage[kStages];
     // On their way out, in turn, so that a chunk need not wait until the one before has left: the state; e or dr.
     char state[2][C::HalfState::kBytes], x[2][C::Half::kBytes];
-    alignas(8) char ring[Ring<kStages>::kBytes];
+    alignas(8) char ring[Ring<kStages>::kBytes], given[Ring<kStages>::kBytes];
 };
 
 // What one CTA does: that, with the sequence and its first chunk.
@@ -56,11 +56,18 @@ struct Scan {
     const Call &call;
     ScanSmem<C> &smem;
     const Job &job;
-    const Ring<kStages> ring{ptx::shared_address(smem.ring)};
+    // given: v or do, as the caller has it; free again with the rest of the stage.
+    const Ring<kStages> ring{ptx::shared_address(smem.ring)}, given{ptx::shared_address(smem.given)};
 
     __device__ __forceinline__ int chunk_at(int step) const { return job.begin + (job.reverse ? job.chunks - 1 - step : step); }
     __device__ __forceinline__ int64_t value(int step) const {
         return call.of_value(job.first_chunk + chunk_at(step), job.item.head);
+    }
+
+    // Of what is given. It is made again where it is wanted: registers are few.
+    __device__ __forceinline__ Unit unit() const {
+        const Largest of = call.largest_of(job.item.n, job.item.head / (call.p().HV / call.p().H));
+        return job.reverse ? in_reverse(of) : forwards(of);
     }
 
     // Warp 4. What the CTAs of a cluster share, each loads a part of, for all.
@@ -88,36 +95,47 @@ struct Scan {
                         ptx::cp_async_bulk_load_multicast(ptx::shared_address(to) + first, from + first, own_bytes, full,
                                                           static_cast<uint16_t>((1 << parts) - 1));
                 };
-                const auto copy_key = [&](char *to, const CUtensorMap &map, uint16_t *tiles) {
-                    if (!call.as_given(c)) return copy(to, tile_of<Rows>(tiles, key), Rows::kBytes);
-                    if (parts == 1) return load_given<Rows>(ptx::shared_address(to), map, c, key_head, full);
-                    ptx::cp_async_bulk_tensor_4d_load_multicast(ptx::shared_address(to) + part * Rows::kPanelStrideBytes, &map,
-                                                                full, 64 * part, static_cast<int32_t>(c.key_head),
-                                                                static_cast<int32_t>(c.token), static_cast<int32_t>(c.b),
-                                                                static_cast<uint16_t>((1 << parts) - 1));
-                };
                 const int tiles = job.reverse ? 2 : 1;
-                const uint32_t from = job.reverse ? offsetof(Factors, beta) : 0;
-                const uint32_t factors = (job.reverse ? offsetof(Factors, log2) : offsetof(Factors, left)) - from;
-                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + factors +
-                                                         (call.as_given(c) && !job.no_v ? Half::kBytes : 0));
-                copy_key(stage.k, call.map_k, call.k);
+                const uint32_t from = job.reverse ? offsetof(ScanFactors, beta) : 0;
+                const uint32_t factors = (job.reverse ? sizeof(ScanFactors) : offsetof(ScanFactors, left)) - from;
+                ptx::mbarrier_arrive_expect_tx(given.full(at.stage), call.as_given(c) && !job.no_v ? Half::kBytes : 0);
+                if (call.as_given(c) && !job.no_v)
+                    ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v,
+                                                      given.full(at.stage), job.item.v_cta, job.item.head,
+                                                      static_cast<int32_t>(c.token), static_cast<int32_t>(c.b));
+                ptx::mbarrier_arrive_expect_tx(full, tiles * (Rows::kBytes + Square::kBytes) + factors);
+                copy(stage.k, tile_of<Rows>(call.k, key), Rows::kBytes);
                 copy(reinterpret_cast<char *>(&stage.f) + from, reinterpret_cast<const char *>(call.factors + own) + from,
                      factors);
                 copy(stage.solve, tile_of<Square>(call.solve, own), Square::kBytes);
                 if (job.reverse) {
-                    copy_key(stage.q, call.map_q, call.q);
+                    copy(stage.q, tile_of<Rows>(call.q, key), Rows::kBytes);
                     copy(stage.pairs, tile_of<Square>(call.pairs, own), Square::kBytes);
                 }
-                if (call.as_given(c) && !job.no_v)
-                    ptx::cp_async_bulk_tensor_4d_load(ptx::shared_address(stage.x), job.reverse ? &call.map_do : &call.map_v,
-                                                      full, job.item.v_cta, job.item.head, static_cast<int32_t>(c.token),
-                                                      static_cast<int32_t>(c.b));
             }
             if (!call.as_given(c) && !job.no_v)
                 load_rows<Half>(ptx::shared_address(stage.x), job.reverse ? p.d_o : p.v, c, job.item.head, job.item.v_cta, lane,
                                 32);
-            ptx::cp_async_mbarrier_arrive_noinc(full);
+            ptx::cp_async_mbarrier_arrive_noinc(given.full(at.stage));
+        }
+    }
+    // Warps 6 and 7.
+    __device__ __forceinline__ void convert() const {
+        RingState<kStages> at;
+        const auto queries = [&](int step) {  // of a later chunk, under way while this one's rows are
+            return job.reverse && step < job.chunks ? call.factors[value(step)].queries : 1.0f;
+        };
+        const float to_unit = unit().to;
+        float next = queries(0);
+#pragma unroll 1
+        for (int step = 0; step < job.chunks; step++, at.advance()) {
+            const float factor = to_unit * next;
+            next = queries(step + 1);
+            given.wait_full(at);
+            if (!job.no_v)
+                convert_tile<T, Half>(ptx::shared_address(smem.stage[at.stage].x), factor,
+                                      static_cast<int>(threadIdx.x) - kScanThreads + kConverters);
+            warp_arrive(ring.full(at.stage), threadIdx.x % 32);
         }
     }
 
@@ -134,8 +152,8 @@ struct Scan {
     static __device__ __forceinline__ void pack_scaled(uint32_t (&a)[4][4], const float (&x)[32], const float2 (&f)[8]) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j], f[j].y * x[4 * j + 1]);
-            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<T>(f[j].x * x[4 * j + 2], f[j].y * x[4 * j + 3]);
+            a[j / 2][j % 2 * 2] = ptx::cvt_rn_x2<Operand>(f[j].x * x[4 * j], f[j].y * x[4 * j + 1]);
+            a[j / 2][j % 2 * 2 + 1] = ptx::cvt_rn_x2<Operand>(f[j].x * x[4 * j + 2], f[j].y * x[4 * j + 3]);
         }
     }
     // 16 tokens of v or do as fragments V x tokens.
@@ -149,7 +167,7 @@ struct Scan {
         const uint32_t tile = ptx::shared_address(smem.x[place]);
         uint32_t a[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = ptx::cvt_rn_x2<T>(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
+        for (int i = 0; i < 4; i++) a[i] = ptx::cvt_rn_x2<Operand>(x[8 * s + 2 * i], x[8 * s + 2 * i + 1]);
         ptx::stmatrix_x4_trans(tile + Half::offset(16 * s + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8), a);
     }
     __device__ __forceinline__ void stage_state(const uint32_t (&a)[4], int place, int s) const {
@@ -199,7 +217,7 @@ struct Scan {
         for (int s = 0; s < kOf; s++) {
             const uint32_t step = (kMajor == ptx::Major::K ? Tile::offset(0, 16 * s) : Tile::offset(16 * s, 0)) >> 4;
             const uint32_t high = kMajor == ptx::Major::K ? Tile::k_major_high() : Tile::mn_major_high();
-            ptx::wgmma_rs<T, kMajor>(d, a[s], ptx::wgmma_descriptor(low + step, high), s > 0 || accumulate);
+            ptx::wgmma_rs<Operand, kMajor>(d, a[s], ptx::wgmma_descriptor(low + step, high), s > 0 || accumulate);
             if (s == kOf - 1) ptx::wgmma_commit_group();
             f(s);
         }
@@ -225,12 +243,12 @@ struct Scan {
         if (lane == 0) tell(stage);
     }
 
-    // S, before the chunk, becomes S after it; true on overflow. Barriers are waited for where no product is under way, and S is
+    // S, before the chunk, becomes S after it. Barriers are waited for where no product is under way, and S is
     // scaled where it is: elsewhere ptxas serialises the products.
-    __device__ __forceinline__ bool forward(float (&S)[D / 2], const ScanStage<C> &stage, int place) const {
+    __device__ __forceinline__ void forward(float (&S)[D / 2], const ScanStage<C> &stage, int place) const {
         float e[32];
         uint32_t state[kSteps][4], a[4][4];
-        pack<T>(state, S);
+        pack<Operand>(state, S);
         register_fence(state);
         float2 fade[8], beta[8];
         when_free(place);
@@ -246,16 +264,15 @@ struct Scan {
             const float2 f = fade[j];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float2 v = unpack(T{}, a[j / 2][j % 2 * 2 + half]);
+                const float2 v = unpack(Operand{}, a[j / 2][j % 2 * 2 + half]);
                 e[4 * j + 2 * half] = fmaf(f.x, e[4 * j + 2 * half], v.x);
                 e[4 * j + 2 * half + 1] = fmaf(f.y, e[4 * j + 2 * half + 1], v.y);
             }
         }
         pack_scaled(a, e, beta);
         factors(beta, stage.f.write);
-        bool bad = overflows<T>(state) || overflows<T>(a);
         register_fence(a), ptx::register_fence(e);
-        issue<T, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        issue<Operand, ptx::Major::K, Square>(e, a, Square::k_major_low(ptx::shared_address(stage.solve), 0, 0), true);
         const float decay = stage.f.decay;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) S[i] *= decay;
@@ -269,23 +286,22 @@ struct Scan {
         staged(place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(S), register_fence(a);
-        return bad || overflows<T>(a);
     }
 
-    // D, after the chunk, becomes D before it. What does not depend on D is issued where the chain leaves the tensor cores idle.
-    __device__ __forceinline__ bool reverse(float (&grad)[D / 2], const ScanStage<C> &stage, int place) const {
+    // D, after the chunk, becomes D before it, both still to be multiplied by `fall`. What does not depend on D is issued where the chain leaves the tensor cores idle.
+    __device__ __forceinline__ void reverse(float (&grad)[D / 2], float &fall, const ScanStage<C> &stage, int place) const {
         float dr[32], y[32];
         uint32_t state[kSteps][4], a[4][4], b[4][4], d_o[4][4];
 #pragma unroll
         for (int s = 0; s < 4; s++) load_transposed(d_o[s], ptx::shared_address(stage.x), s);
         register_fence(d_o);
-        issue<T, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
-        pack<T>(state, grad);
+        issue<Operand, ptx::Major::MN, Square>(dr, d_o, Square::mn_major_low(ptx::shared_address(stage.pairs), 0, 0), false);
+        pack<Operand>(state, grad);
         register_fence(state);
         when_free(place);
         issue_with<ptx::Major::K, Rows>(y, state, Rows::k_major_low(ptx::shared_address(stage.k), 0, 0), false,
                                         [&](int s) { stage_state(state[s], place, s); });
-        const float decay = stage.f.decay;
+        const float decay = fall * stage.f.decay * stage.f.rise, next_fall = stage.f.fall;
 #pragma unroll
         for (int i = 0; i < D / 2; i++) grad[i] *= decay;
 #pragma unroll
@@ -293,15 +309,16 @@ struct Scan {
             const float2 f = factor(stage.f.query, j);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float2 x = unpack(T{}, d_o[j / 2][j % 2 * 2 + half]);
-                b[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<T>(f.x * x.x, f.y * x.y);
+                const float2 x = unpack(Operand{}, d_o[j / 2][j % 2 * 2 + half]);
+                b[j / 2][j % 2 * 2 + half] = ptx::cvt_rn_x2<Operand>(f.x * x.x, f.y * x.y);
             }
         }
         float2 left[8], beta[8];
         factors(left, stage.f.left), factors(beta, stage.f.beta);
+#pragma unroll
+        for (int j = 0; j < 8; j++) left[j].x *= fall, left[j].y *= fall;
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(dr), ptx::register_fence(y), register_fence(d_o), register_fence(state);
-        bool bad = overflows<T>(state) || overflows<T>(b);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float2 f = left[j];
@@ -313,10 +330,9 @@ struct Scan {
         }
         pack_scaled(a, dr, beta);
         factors(beta, stage.f.erase);
-        bad = bad || overflows<T>(a);
         register_fence(a), ptx::register_fence(dr), register_fence(b), ptx::register_fence(grad);
-        issue<T, ptx::Major::MN, Square>(dr, a, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
-        issue<T, ptx::Major::MN, Rows>(grad, b, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
+        issue<Operand, ptx::Major::MN, Square>(dr, a, Square::mn_major_low(ptx::shared_address(stage.solve), 0, 0), true);
+        issue<Operand, ptx::Major::MN, Rows>(grad, b, Rows::mn_major_low(ptx::shared_address(stage.q), 0, 0), true);
         ptx::wgmma_wait_group<1>();
         ptx::register_fence(dr), register_fence(a);
         pack_scaled(a, dr, beta);
@@ -326,7 +342,7 @@ struct Scan {
         staged(place);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(grad), register_fence(a), register_fence(b);
-        return bad || overflows<T>(a);
+        fall = next_fall;
     }
 
     template <bool kReverse>
@@ -338,17 +354,25 @@ struct Scan {
 #pragma unroll
         for (int i = 0; i < D / 2; i++) S[i] = 0.0f;
         if (start) load_state(S, start, job.item.n, job.item.head, row, lane % 4 * 2);
+        if (job.from == kGiven) multiply(S, unit().to);
+        float fall =
+            kReverse && job.chunks > 0 ? call.fall_behind(job.item.n, job.first_chunk + chunk_at(0), job.item.head) : 1.0f;
+        if (kReverse) multiply(S, inverse_power(fall));
         RingState<kStages> at;
-        bool bad = false;
 #pragma unroll 1
         for (int step = 0; step < job.chunks; step++, at.advance()) {
             ring.wait_full(at);
             const ScanStage<C> &stage = smem.stage[at.stage];
-            const bool overflow = kReverse ? reverse(S, stage, step % 2) : forward(S, stage, step % 2);
-            bad = bad || overflow;
+            kReverse ? reverse(S, fall, stage, step % 2) : forward(S, stage, step % 2);
             if (step + kStages < job.chunks) give_back(at.stage);
         }
-        if (bad) call.flag(job.item.n, job.item.head);
+        // An operand that overflowed made its column of the state infinite or NaN from there on.
+        const Unit own = unit();
+        bool bad = own.apart;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) bad = bad || !(fabsf(S[i]) < __uint_as_float(0x7f800000u));
+        if (bad && job.chunks > 0) call.flag(job.item.n, job.item.head);
+        multiply(S, job.to == kGiven ? fall * own.from : fall);
 #pragma unroll 1
         for (int i = 0; i < 2; i++) {
             const Tensor end = place(i == 0 ? job.to : job.to_transposed, p.d_initial_state, i == 1);
@@ -356,6 +380,10 @@ struct Scan {
         }
     }
 
+    static __device__ __forceinline__ void multiply(float (&S)[D / 2], float factor) {
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) S[i] *= factor;
+    }
     // Of a state: a slot, or the caller's array, or none.
     __device__ __forceinline__ Tensor place(int number, const Tensor &given, bool transposed) const {
         if (number == kGiven) return given;
@@ -396,7 +424,10 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     job.first_chunk = call.exact.w.chunk_start[job.item.n];
     const Scan<C> scan{call, smem, job};
     const bool alone = ptx::cluster_nctarank() == 1;
-    if (threadIdx.x == 0) scan.ring.init(1 + 32, ptx::cluster_nctarank() * (Scan<C>::kEachTells ? 128 : 1));
+    if (threadIdx.x == 0) {
+        scan.ring.init(1 + kConverters / 32 * kWarpArrivals, ptx::cluster_nctarank() * (Scan<C>::kEachTells ? 128 : 1));
+        scan.given.init(1 + 32, 1);
+    }
     if (job.no_v) {
         for (int i = threadIdx.x; i < kStages * Scan<C>::Half::kBytes / 16; i += kScanThreads) {
             constexpr int kUnits = Scan<C>::Half::kBytes / 16;
@@ -405,9 +436,11 @@ __global__ void __launch_bounds__(kScanThreads, 1)
     }
     __syncthreads();
     if (!alone) ptx::barrier_cluster_arrive(), ptx::barrier_cluster_wait();
-    if (threadIdx.x >= 160) {
+    if (threadIdx.x >= 192)
+        scan.convert();
+    else if (threadIdx.x >= 160)
         scan.store();
-    } else if (threadIdx.x >= 128)
+    else if (threadIdx.x >= 128)
         scan.load();
     else if (job.reverse)
         scan.template compute<true>();

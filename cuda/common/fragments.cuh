@@ -23,6 +23,11 @@ __device__ __forceinline__ float2 unpack(__nv_bfloat16, uint32_t x) {
 }
 __device__ __forceinline__ float2 unpack(__half, uint32_t x) { return __half22float2(*reinterpret_cast<__half2 *>(&x)); }
 
+// To the nearest tf32 by an mma, which ignores the lower bits: cvt.rna is three instructions.
+__device__ __forceinline__ uint32_t round_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+// What tf32 leaves out.
+__device__ __forceinline__ float beyond_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
 // d (+)= a B for the fragments a of a 64 x 16 n matrix and B^T (K-major) or B (MN-major) in shared memory.
 template <class T, ptx::Major kMajor, class Tile, int kSteps, int kCount>
 __device__ __forceinline__ void issue(float (&d)[kCount], const uint32_t (&a)[kSteps][4], uint32_t low, bool accumulate) {

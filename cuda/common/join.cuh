@@ -9,6 +9,7 @@
 // bulk copies bring three of them ahead.
 // Shared memory: 3 M of 66 KB, two terms of S of 8 KB: 215 KB with D = 128.
 #pragma once
+#include "common/fragments.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
@@ -31,9 +32,6 @@ struct JoinSmem {
     float state[2][kJoinColumns][kTransitionPitch<D>];  // S_s[j][column] at [column][j]; what its upper bits leave
     uint64_t landed[kJoinStages];
 };
-
-// Which tf32 leaves out.
-__device__ __forceinline__ float beyond_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
 template <int D>
 __device__ __forceinline__ void join_segments(JoinSmem<D> &smem, float *g_first, int64_t step, int hops, int slice) {

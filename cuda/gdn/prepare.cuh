@@ -21,7 +21,18 @@ struct alignas(1024) PrepareSmem {
     float query_norm[kChunk];
     float table[C::kL2Norm ? table::kFloatsL2Norm : table::kFloats];
     uint64_t landed;
+    uint64_t meets[kWarpArrivals == 32 ? 1 : 0];
 };
+
+// All warps meet; in racecheck's build at an mbarrier, as those of an AUX group do (group_meets, aux.cuh).
+template <class C>
+__device__ __forceinline__ void warps_meet(PrepareSmem<C> &smem) {
+#ifdef LINATTN_EVERY_LANE_ARRIVES
+    ptx::mbarrier_arrive_and_wait(ptx::shared_address(smem.meets));
+#else
+    __syncthreads();
+#endif
+}
 
 // The chunk with this number, counted through the sequences. By a converged warp; the same in every lane.
 __device__ __forceinline__ bool find_chunk(const DeltaParams &p, int index, int &sequence, int &within) {
@@ -115,6 +126,9 @@ __global__ void __launch_bounds__(128, 3)
     const uint32_t k = ptx::shared_address(smem.k), q = ptx::shared_address(smem.q), landed = ptx::shared_address(&smem.landed);
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(landed, 1);
+#ifdef LINATTN_EVERY_LANE_ARRIVES
+        ptx::mbarrier_init(ptx::shared_address(smem.meets), 128);
+#endif
         ptx::fence_mbarrier_init();
         ptx::mbarrier_arrive_expect_tx(landed, 2 * Tile::kBytes);
         const int head_qk = item.head / static_cast<int>(p.HV / p.H);
@@ -133,7 +147,7 @@ __global__ void __launch_bounds__(128, 3)
         if (w == 0) clear_rows<Tile>(k, rows, lane);
         if (w == 1) clear_rows<Tile>(q, rows, lane);
         ptx::fence_proxy_async_shared_cta();
-        __syncthreads();
+        warps_meet(smem);
     }
     InverseScratch &scratch = smem.inverse;
     const uint32_t tw = ptx::shared_address(smem.table) + 64 * w, row_sums = ptx::shared_address(scratch.weights[0]);
@@ -154,7 +168,7 @@ __global__ void __launch_bounds__(128, 3)
             item.head++;
             if (h + 1 < heads) gates.fetch();
         }
-        __syncthreads();
+        warps_meet(smem);
         KeyNorms norms;
         if constexpr (C::kL2Norm) {
             if (lane < 16) {
@@ -170,7 +184,7 @@ __global__ void __launch_bounds__(128, 3)
         if constexpr (C::kL2Norm) {
             for_warp(w, [&](auto warp) { norms.choose(d + 8 * decltype(warp)::value, lane); });
             norms.write(tw, lane);
-            __syncthreads();
+            warps_meet(smem);
         }
         for_warp_or_all<C>(w, [&](auto warp) { scale_kk<C, false>(d, diagonal, weights, tw, M, warp, lane); });
         issue_product<C>(d, q, k);
@@ -181,7 +195,7 @@ __global__ void __launch_bounds__(128, 3)
         invert_diagonal<C>(diagonal, left, X, A, w, lane);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(d);
-        __syncthreads();
+        warps_meet(smem);
         const Substitution<C> substitution{
             tw,          M + 16 * lane, X + 16 * lane, ptx::shared_address(scratch.X10[0]) + 16 * lane, A, P, row_sums,
             kX10Barrier, scale,         lane};
@@ -192,13 +206,13 @@ __global__ void __launch_bounds__(128, 3)
         if (weight > kMostWhole<C> || rows <= kFewTokens) {
             first = rows <= kFewTokens ? 0 : first_precise<C>(row_sums, lane);
             ptx::fence_proxy_async_shared_cta();
-            __syncthreads();  // the first pass is over in all warps
+            warps_meet(smem);  // the first pass is over in all warps
             if (sends) {
                 ptx::cp_async_bulk_store(g_to.p, P, sizeof(g_to.p));
                 ptx::cp_async_bulk_commit_group();
                 ptx::cp_async_bulk_wait_group_read<0>();
             }
-            __syncthreads();
+            warps_meet(smem);
             for_warp_or_all<C>(w, [&](auto warp) { store_p<C, true>(d, e, tw, P, scale, warp, lane); });
             issue_product<C>(d, k, k);
             ptx::wgmma_wait_group<0>();
@@ -210,12 +224,12 @@ __global__ void __launch_bounds__(128, 3)
             });
             decay_diagonal(diagonal, e, lane);
             inverse.invert_diagonal(diagonal, w);
-            __syncthreads();
+            warps_meet(smem);
             for_warp(w, [&](auto warp) { inverse.template run<decltype(warp)::value>(); });
         }
         if (sends) ptx::st_shared_u32(ptx::shared_address(&smem.table[table::kFirstPrecise]), first);
         ptx::fence_proxy_async_shared_cta();
-        __syncthreads();
+        warps_meet(smem);
         if (sends) {
             ptx::cp_async_bulk_store(g_to.a, A, sizeof(g_to.a));
             if (first < kChunk) {

@@ -37,7 +37,7 @@ void launch_join(const KernelParams &params) {
     LaunchConfig config;
     config.grid.x = params.p.N * params.p.HV * (D / kJoinColumns);
     config.block.x = 2 * D;
-    config.smem_bytes = sizeof(JoinSmem<D>);
+    config.smem_bytes = sizeof(JoinOfCuts<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;
     launch("kda_fwd_join_kernel", kda_fwd_join_kernel<D>, config, params);

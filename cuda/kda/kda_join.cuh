@@ -1,111 +1,24 @@
-// kda_fwd_join_kernel: the states through the segments of cut sequences: with M_s, N_s the transition of segment s and S_1 the
-// state before segment 1,
-//
-//   S_{s+1} = M_s S_s + N_s,  s = 1, 2 ..
-//
-// as products of tf32, each operand with what rounding it leaves (x = h + l; h h + h l + l h), which keeps fp32's digits but two.
-// A hop waits for its M, which every CTA reads as a whole: 16 columns of V a CTA, three M of 66 KB on the way.
-// Grid: sequences x value heads x slices of 16 columns of V. Block: 2 D threads, 16 rows a warp. Shared memory: 215 KB with
-// D = 128.
+// kda_fwd_join_kernel: the states through the segments of cut sequences, S_{s+1} = M_s S_s + N_s (common/join.cuh), with M_s, N_s
+// the transition of segment s and S_1 the state before segment 1.
+// Grid: sequences x value heads x slices of 16 columns of V. Block: 2 D threads. Shared memory: 215 KB with D = 128.
 #pragma once
+#include "common/join.cuh"
 #include "plan.cuh"
 #include "ptx/cta.cuh"
-#include "ptx/mma.cuh"
-#include "ptx/tma.cuh"
 
 namespace linattn::cuda::kda {
 
-constexpr int kJoinColumns = 16;  // of V, a CTA
-constexpr int kJoinStages = 3;
-
 template <int D>
-struct JoinSmem {
-    float transition[kJoinStages][D][kTransitionPitch<D>];
-    float state[2][kJoinColumns][kTransitionPitch<D>];  // S_s[j][column] at [column][j]; what its upper bits leave
-    uint64_t landed[kJoinStages];
+struct JoinOfCuts {
+    JoinSmem<D> join;
     Cut cut;
 };
-
-// Which tf32 leaves out.
-__device__ __forceinline__ float beyond_tf32(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-
-template <int D>
-__device__ __forceinline__ void join_segments(JoinSmem<D> &smem, float *g_first, int64_t step, int hops, int slice) {
-    const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const auto landed = [&](int stage) { return ptx::shared_address(&smem.landed[stage]); };
-    const auto fetch = [&](int s) {  // M of the s-th hop
-        if (s >= hops) return;
-        const int stage = s % kJoinStages;
-        ptx::mbarrier_arrive_expect_tx(landed(stage), sizeof(smem.transition[0]));
-        ptx::cp_async_bulk_load(ptx::shared_address(smem.transition[stage]), g_first + s * step + D * D,
-                                sizeof(smem.transition[0]), landed(stage));
-    };
-    if (threadIdx.x == 0) {
-        ptx::fence_proxy_async_global();  // the transitions were stored by ordinary stores
-        for (int i = 0; i < kJoinStages; i++) fetch(i);
-    }
-    // A lane's elements of a state, 4 t + 2 r + e: row 16 w + g + 8 r, column 8 t + 2 q + e.
-    const auto for_each = [&](auto f) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) f(i, 16 * w + g + i / 2 % 2 * 8, i / 4 * 8 + 2 * q + i % 2);
-    };
-    float *g_state = g_first + slice * kJoinColumns * D;
-    float carry[8], next[8];
-    for_each(
-        [&](int i, int row, int column) { carry[i] = g_state[column * D + row], next[i] = g_state[step + column * D + row]; });
-    // ldmatrix, 4 numbers a row: rows 0-7, 8-15 of M, then the next four columns; four columns of S and the next four, of
-    // columns of V 0-7, then 8-15.
-    const int row = lane % 8, matrix = lane / 8;
-    const uint32_t from = ptx::shared_address(&smem.transition[0][16 * w + matrix % 2 * 8 + row][matrix / 2 * 4]);
-    const uint32_t from_state = ptx::shared_address(&smem.state[0][matrix / 2 * 8 + row][matrix % 2 * 4]);
-    int stage = 0;
-    uint32_t phase = 0;
-    for (int s = 0; s < hops; s++) {
-        for_each([&](int i, int row, int column) {
-            smem.state[0][column][row] = carry[i], smem.state[1][column][row] = beyond_tf32(carry[i]);
-        });
-        __syncthreads();
-        g_state += step;
-        for_each([&](int i, int row, int column) {
-            carry[i] = next[i];
-            if (s + 1 < hops) next[i] = g_state[step + column * D + row];
-        });
-        ptx::mbarrier_wait_parity(landed(stage), phase);
-        float sum[3][2][4] = {};  // h h, h l, l h; of eight columns of V
-#pragma unroll
-        for (int k = 0; k < D / 8; k++) {
-            uint32_t m[4], m_low[4], x[4], x_low[4];
-            ptx::ldmatrix_x4(m, from + stage * static_cast<uint32_t>(sizeof(smem.transition[0])) + 32 * k);
-            ptx::ldmatrix_x4(x, from_state + 32 * k);
-            ptx::ldmatrix_x4(x_low, from_state + static_cast<uint32_t>(sizeof(smem.state[0])) + 32 * k);
-#pragma unroll
-            for (int i = 0; i < 4; i++) m_low[i] = __float_as_uint(beyond_tf32(__uint_as_float(m[i])));
-#pragma unroll
-            for (int t = 0; t < 2; t++) {
-                ptx::mma_m16n8k8_tf32(sum[0][t], m, x[2 * t], x[2 * t + 1]);
-                ptx::mma_m16n8k8_tf32(sum[1][t], m, x_low[2 * t], x_low[2 * t + 1]);
-                ptx::mma_m16n8k8_tf32(sum[2][t], m_low, x[2 * t], x[2 * t + 1]);
-            }
-        }
-        for_each([&](int i, int row, int column) {
-            carry[i] += sum[0][i / 4][i % 4] + (sum[1][i / 4][i % 4] + sum[2][i / 4][i % 4]);
-            g_state[column * D + row] = carry[i];
-        });
-        __syncthreads();  // M and S are used up
-        if (threadIdx.x == 0) fetch(s + kJoinStages);
-        if (++stage == kJoinStages) stage = 0, phase ^= 1;
-    }
-}
 
 template <int D>
 __global__ void __launch_bounds__(2 * D) kda_fwd_join_kernel(const __grid_constant__ KernelParams params) {
     extern __shared__ __align__(1024) char smem_bytes[];
-    JoinSmem<D> &smem = *reinterpret_cast<JoinSmem<D> *>(smem_bytes);
+    JoinOfCuts<D> &smem = *reinterpret_cast<JoinOfCuts<D> *>(smem_bytes);
     if (threadIdx.x < 32) smem.cut.make(params);
-    if (threadIdx.x == 32) {
-        for (int i = 0; i < kJoinStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.landed[i]), 1);
-        ptx::fence_mbarrier_init();
-    }
     __syncthreads();
     constexpr int kSlices = D / kJoinColumns;
     const int HV = static_cast<int>(params.p.HV), slice = blockIdx.x % kSlices, pair = blockIdx.x / kSlices;
@@ -114,7 +27,7 @@ __global__ void __launch_bounds__(2 * D) kda_fwd_join_kernel(const __grid_consta
     float *g_first = params.g_segments + smem.cut.slots_before(sequence) * step + head * int64_t{kSlotFloats<D>};
     ptx::griddepcontrol_wait();  // by every CTA: the next launch takes its end for that of the transitions, too
     ptx::griddepcontrol_launch_dependents();
-    if (hops > 0) join_segments(smem, g_first, step, hops, slice);
+    if (hops > 0) join_segments(smem.join, g_first, step, hops, slice);
 }
 
 }  // namespace linattn::cuda::kda

@@ -1,6 +1,7 @@
 // The preparation: of one chunk and value head, everything that does not depend on the state, to the workspace.
 //
-//   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh);  T^ = (I + L)^-1 (solve.cuh)
+//   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh, where gates
+//   are bounded ratio.cuh);  T^ = (I + L)^-1 (solve.cuh)
 //
 // Grid: value heads x chunks of the slab, the last ones first, one CTA each. Block: four warps, D / 4 channels each, their sums
 // joined in shared memory; matrices leave by bulk copies but K^, which has no place there. Four CTAs on an SM: what counts here is
@@ -9,6 +10,7 @@
 #include "common/launch.h"
 #include "ptx/cta.cuh"
 #include "ptx/tma.cuh"
+#include "ratio.cuh"
 #include "solve.cuh"
 #include "tree.cuh"
 
@@ -41,7 +43,8 @@ __device__ __forceinline__ void clear_rows(uint32_t start, int rows, int thread)
             ptx::st_shared_v4_u32(start + half * kQueries + at, make_uint4(0, 0, 0, 0));
 }
 
-template <class T, int D>
+// kRatios: gates are bounded (ratios_fit).
+template <class T, int D, bool kRatios>
 __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     kda_fwd_prepare_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
@@ -79,7 +82,10 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
         for (int channel = thread - 32; channel < D; channel += 32 * (kPrepWarps - 1)) {
             float bias = 0.0f;
             if (p.dt_bias) bias = load_scalar(p.dt_bias, head * p.dt_bias.stride[0] + channel * p.dt_bias.stride[1]);
-            smem.bias[channel] = p.gate == Gate::Bounded ? bias * bounded_factor(amplitude) : bias;
+            if constexpr (kRatios)
+                smem.bias[channel] = ratio_bias(params, bias, amplitude);
+            else
+                smem.bias[channel] = p.gate == Gate::Bounded ? bias * bounded_factor(amplitude) : bias;
         }
         if (thread == 32) smem.amplitude = amplitude;
     }
@@ -111,15 +117,34 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     };
     const uint32_t item = static_cast<uint32_t>(index) * gridDim.x + head;
     Operands<D> &to = reinterpret_cast<Operands<D> *>(params.g_operands)[item];
-    if (w == 2) query_factors(params, smem, lane);
-    if (w == 3) key_factors(params, smem, lane, rows, beta);
+    const auto put_power = [](float *to, int token, float power) {
+        if constexpr (kRatios)
+            to[ratio_scale_place(token)] = __uint_as_float(ratio_scale<T>(power));
+        else
+            to[token] = power;
+    };
+    if (w == 2) query_factors(params, smem, lane, put_power);
+    if (w == 3) key_factors(params, smem, lane, rows, beta, put_power);
+    if constexpr (kRatios) {
+        float sums[10][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < kPrepSteps<D>; step++) {
-        const Loaded loaded(smem, w, step);
-        float a[16];
-        decays(a, step);
-        if (step == 0) __syncthreads();
-        tree<T>(loaded, a, smem, w, step, to);
+        for (int step = 0; step < kPrepSteps<D>; step++) {
+            const RatioLanes at = RatioLanes::at<D>(w, step);
+            const RatioLoaded loaded(at, smem);
+            const RatioDecays ratio_decays(at, params, smem);
+            if (step == 0) __syncthreads();
+            ratios<T>(sums, at, loaded, ratio_decays, smem, to);
+        }
+        store_ratio_sums(sums, smem.ratio_partial[w]);
+    } else {
+#pragma unroll 1
+        for (int step = 0; step < kPrepSteps<D>; step++) {
+            const Loaded loaded(smem, w, step);
+            float a[16];
+            decays(a, step);
+            if (step == 0) __syncthreads();
+            tree<T>(loaded, a, smem, w, step, to);
+        }
     }
     ptx::fence_proxy_async_shared_cta();  // K~, Q~ and K^ are copied out of shared memory
     __syncthreads();
@@ -129,8 +154,12 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     };
     if (thread == 0) copy_out(to.start, smem.start, sizeof(smem.start));
     float a[kOwnPieces][2];
-    add_pieces(a, smem, w, lane);
-    if (thread < kChunk) put_a(smem, thread, thread, smem.diagonal[thread]);
+    if constexpr (kRatios) {
+        add_ratio_pieces(a, smem, w, lane);
+    } else {
+        add_pieces(a, smem, w, lane);
+        if (thread < kChunk) put_a(smem, thread, thread, smem.diagonal[thread]);
+    }
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
     if (thread == 0) copy_out(to.a, smem.a, sizeof(smem.a));
@@ -138,12 +167,15 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     if (w == 1) find_precise(smem, lane);
     __syncthreads();
     const bool precise = smem.factors.first_precise < kChunk;
-    lower_left_first<T>(to, precise, smem, thread);
-    __syncthreads();
-    lower_left_second<T>(to, precise, smem, thread);
-    constexpr int kUsed = offsetof(Factors<D>, first_precise) + sizeof(int);
-    if (thread < (kUsed + 15) / 16)
-        reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
+    constexpr int kUsed = (offsetof(Factors<D>, first_precise) + sizeof(int) + 15) / 16, kFirst = 64;
+    static_assert(kFirst + kUsed <= 32 * kPrepWarps, "16 bytes of the factors a thread of the last warps");
+    if (w == 0)
+        lower_left<T>(to, precise, smem);
+    else
+        store_diagonal_blocks<T>(to, precise, smem, thread - 32);
+    if (thread >= kFirst && thread < kFirst + kUsed)
+        reinterpret_cast<uint4 *>(&to.factors)[thread - kFirst] =
+            reinterpret_cast<const uint4 *>(&smem.factors)[thread - kFirst];
     if (thread == 0) {
         params.g_precise[item] = smem.factors.first_precise;
         ptx::cp_async_bulk_wait_group_read<0>();
@@ -156,10 +188,14 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
         ptx::mbarrier_arrive_expect_tx(landed, kChunk * D * (wide ? 4 : 2));
         load_gate_tile<D>(ptx::shared_address(smem.g), wide, &maps.g, landed, head, smem.token, smem.batch);
     }
-    put_low(a, smem, w, lane);
-    if (thread < kChunk) {
-        const float x = smem.diagonal[thread];
-        put_a(smem, thread, thread, x - __half2float(__float2half_rn(x)));
+    if constexpr (kRatios) {
+        put_ratio_low(a, smem, w, lane);
+    } else {
+        put_low(a, smem, w, lane);
+        if (thread < kChunk) {
+            const float x = smem.diagonal[thread];
+            put_a(smem, thread, thread, x - __half2float(__float2half_rn(x)));
+        }
     }
     ptx::fence_proxy_async_shared_cta();
     __syncthreads();
@@ -169,9 +205,16 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     ptx::mbarrier_wait_parity(landed, 1);
 #pragma unroll 1
     for (int step = 0; step < kPrepSteps<D>; step++) {
-        float decay[16];
-        decays(decay, step);
-        k_end_second_terms<T>(decay, smem, w, step, g_k + 2 * (w * (D / 4) + 16 * step), stride, to);
+        const char *g_from = g_k + 2 * (w * (D / 4) + 16 * step);
+        if constexpr (kRatios) {
+            const RatioLanes at = RatioLanes::at<D>(w, step);
+            const RatioDecays ratio_decays(at, params, smem);
+            ratio_second_terms<T>(at, ratio_decays, smem, g_from, stride, to);
+        } else {
+            float decay[16];
+            decays(decay, step);
+            k_end_second_terms<T>(decay, smem, w, step, g_from, stride, to);
+        }
     }
     if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
 }
@@ -183,7 +226,9 @@ void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t 
     config.block.x = 32 * kPrepWarps;
     config.smem_bytes = sizeof(PrepSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    launch("kda_fwd_prepare_kernel", kda_fwd_prepare_kernel<T, D>, config, params, maps);
+    const bool ratios = ratios_fit(params.p);
+    launch("kda_fwd_prepare_kernel", ratios ? kda_fwd_prepare_kernel<T, D, true> : kda_fwd_prepare_kernel<T, D, false>, config,
+           params, maps);
 }
 
 }  // namespace linattn::cuda::kda

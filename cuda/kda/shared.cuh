@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/join.cuh"
 #include "common/pipeline.cuh"
 #include "common/swizzle.cuh"
 #include "ops.h"
@@ -35,7 +36,8 @@ struct alignas(1024) Factors {
 };
 
 // A lane of the scan has channels 2 q, 2 q + 1 of each eight: those of two eights side by side.
-__host__ __device__ __forceinline__ constexpr int gamma_place(int c) {
+template <class Int>
+__host__ __device__ __forceinline__ constexpr Int gamma_place(Int c) {
     return c / 16 * 16 + c % 8 / 2 * 4 + c / 8 % 2 * 2 + c % 2;
 }
 
@@ -65,12 +67,6 @@ struct KernelParams {
     int cut;            // sequences are cut into segments for so many CTAs a head at most; 0: they are not
     float *g_segments;  // [slots][HV][kSlotFloats]: the state before a segment, V-first; its M, K-first
 };
-
-// Of a segment and head in the workspace. M's rows lie 16 bytes further on in the banks of shared memory.
-template <int D>
-constexpr int kTransitionPitch = D + 4;
-template <int D>
-constexpr int kSlotFloats = D * D + D * kTransitionPitch<D>;
 
 struct TensorMaps {
     CUtensorMap q, k, v, g;

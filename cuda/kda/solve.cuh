@@ -2,10 +2,11 @@
 // up to its last rounding.
 //
 // The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two
-// plain products spread over all threads.
+// products of one warp.
 #pragma once
 #include "common/fragments.cuh"
 #include "gates.cuh"
+#include "ptx/mma.cuh"
 
 namespace linattn::cuda::kda {
 
@@ -36,18 +37,20 @@ __device__ __forceinline__ float length_of(const KernelParams &params, float squ
 }
 
 // By a warp each, lane = token. Of the lengths of k and q only a power of 2 goes into the operands, which loses nothing.
-template <int D>
-__device__ __forceinline__ void query_factors(const KernelParams &params, PrepSmem<D> &smem, int token) {
+// put: where the tokens' powers go, in the form that the products want.
+template <int D, class Put>
+__device__ __forceinline__ void query_factors(const KernelParams &params, PrepSmem<D> &smem, int token, Put put) {
     const float qq = all_channels(smem.qq, token), inverse = inverse_length(qq);
-    smem.inverse_q[token] = inverse;
+    put(smem.inverse_q, token, inverse);
     smem.diagonal[token] = all_channels(smem.qk, token) * inverse_length(all_channels(smem.kk, token)) * inverse;
     smem.factors.scale_q[token] = params.scale * length_of(params, qq, inverse);
 }
 
-template <int D>
-__device__ __forceinline__ void key_factors(const KernelParams &params, PrepSmem<D> &smem, int token, int rows, float beta) {
+template <int D, class Put>
+__device__ __forceinline__ void key_factors(const KernelParams &params, PrepSmem<D> &smem, int token, int rows, float beta,
+                                            Put put) {
     const float kk = all_channels(smem.kk, token), inverse = inverse_length(kk), length = length_of(params, kk, inverse);
-    smem.inverse_k[token] = inverse;
+    put(smem.inverse_k, token, inverse);
     if (params.p.beta_form != BetaForm::Weight) beta = sigmoid(beta);
     if (params.p.beta_form == BetaForm::LogitsX2) beta += beta;
     beta = token < rows ? beta : 0.0f;
@@ -205,40 +208,57 @@ __device__ __forceinline__ void invert_diagonal(PrepSmem<D> &smem, int lane) {
     for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];
 }
 
-// Rows r, r + 16 / kRows .. (of 0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
-template <int kYPitch, int kRows>
-__device__ __forceinline__ void dot16(float (&result)[kRows], const float *s_x, const float *s_y) {
-    float sum[kRows][2] = {}, y[16];
-    float4 x[kRows][4];
+// sum += left right, in tf32 with second terms: two bits less than fp32.
+__device__ __forceinline__ void add_product(float (&sum)[4], const float (&left)[4], float right0, float right1) {
+    uint32_t high[4], low[4];
 #pragma unroll
-    for (int s = 0; s < 16; s++) y[s] = s_y[s * kYPitch];
-#pragma unroll
-    for (int i = 0; i < kRows; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) x[i][j] = ld4(s_x + 16 / kRows * i * kPitch + 4 * j);
-#pragma unroll
-    for (int s = 0; s < 16; s += 4)
-#pragma unroll
-        for (int i = 0; i < kRows; i++) {
-            const float4 v = x[i][s / 4];
-            sum[i][0] = fmaf(v.x, y[s], sum[i][0]), sum[i][1] = fmaf(v.y, y[s + 1], sum[i][1]);
-            sum[i][0] = fmaf(v.z, y[s + 2], sum[i][0]), sum[i][1] = fmaf(v.w, y[s + 3], sum[i][1]);
-        }
-#pragma unroll
-    for (int i = 0; i < kRows; i++) result[i] = sum[i][0] + sum[i][1];
+    for (int i = 0; i < 4; i++) high[i] = __float_as_uint(left[i]), low[i] = __float_as_uint(beyond_tf32(left[i]));
+    ptx::mma_m16n8k8_tf32(sum, low, __float_as_uint(right0), __float_as_uint(right1));
+    ptx::mma_m16n8k8_tf32(sum, high, __float_as_uint(beyond_tf32(right0)), __float_as_uint(beyond_tf32(right1)));
+    ptx::mma_m16n8k8_tf32(sum, high, __float_as_uint(right0), __float_as_uint(right1));
 }
 
-// y = L10 T00, and the diagonal blocks and the block above them to T^.
+// T10 = -T11 Y with Y = L10 T00, by one warp. Y^T is computed, whose accumulators are the right operands of the other product:
+// along both sums elements 2 q and 2 q + 1 are in the places q and q + 4.
 template <class T, int D>
-__device__ __forceinline__ void lower_left_first(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
-    constexpr int kRows = kOwnPieces;
-    const int r = thread / 16, c = thread % 16;
-    float y[kRows];
-    dot16<kPitch>(y, &smem.l[(16 + r) * kPitch], &smem.t[c]);
+__device__ __forceinline__ void lower_left(Operands<D> &g_to, bool precise, const PrepSmem<D> &smem) {
+    const uint32_t lane = opaque_lane(), g = lane / 4, q = lane % 4;
+    float y[2][4] = {}, x[2][4] = {};  // rows and columns: g, g + 8 of T00's columns, L10's rows 8 n + 2 q ..; of T10
 #pragma unroll
-    for (int i = 0; i < kRows; i++) smem.y[(r + 16 / kRows * i) * 16 + c] = y[i];
-    const int row = thread / 4, column = 8 * (thread % 4);
-    if (row >= 16 && column < 16) return;
+    for (int step = 0; step < 2; step++) {
+        const float *s_t = &smem.t[(8 * step + 2 * q) * kPitch + g];
+        const float left[4] = {s_t[0], s_t[8], s_t[kPitch], s_t[kPitch + 8]};
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const float2 l = *reinterpret_cast<const float2 *>(&smem.l[(16 + 8 * n + g) * kPitch + 8 * step + 2 * q]);
+            add_product(y[n], left, l.x, l.y);
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+        const float *s_t = &smem.t[(16 + g) * kPitch + 16 + 8 * step + 2 * q];
+        const float2 upper = *reinterpret_cast<const float2 *>(s_t);
+        const float2 lower = *reinterpret_cast<const float2 *>(s_t + 8 * kPitch);
+        const float left[4] = {upper.x, lower.x, upper.y, lower.y};
+#pragma unroll
+        for (int n = 0; n < 2; n++) add_product(x[n], left, y[step][2 * n], y[step][2 * n + 1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float a = -x[n][2 * r], b = -x[n][2 * r + 1];
+            const uint32_t high = ptx::cvt_rn_x2<T>(a, b), at = Square::offset(16 + g + 8 * r, 8 * n + 2 * q);
+            *reinterpret_cast<uint32_t *>(g_to.t + at) = high;
+            const float2 rounded = unpack(T(), high);
+            if (precise) *reinterpret_cast<uint32_t *>(g_to.t_low + at) = ptx::cvt_rn_x2<T>(a - rounded.x, b - rounded.y);
+        }
+}
+
+// The diagonal blocks, without the diagonal, and the block above them to T^: eight numbers of a row each for 96 threads.
+template <class T, int D>
+__device__ __forceinline__ void store_diagonal_blocks(Operands<D> &g_to, bool precise, const PrepSmem<D> &smem, int piece) {
+    const int row = piece < 64 ? piece / 4 : piece / 2 - 16, column = 8 * (piece < 64 ? piece % 4 : 2 + piece % 2);
     float x[8] = {};
     if (column < 16 || row >= 16) {
         ld8(x, &smem.t[row * kPitch + column]);
@@ -248,24 +268,6 @@ __device__ __forceinline__ void lower_left_first(Operands<D> &g_to, bool precise
     const uint32_t at = Square::offset(row, column);
     put8<T>(g_to.t + at, x);
     if (precise) put8_low<T>(g_to.t_low + at, x);
-}
-
-template <class T, int D>
-__device__ __forceinline__ void lower_left_second(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
-    constexpr int kRows = kOwnPieces;
-    const int r = thread / 16, c = thread % 16;
-    float product[kRows];
-    dot16<16>(product, &smem.t[(16 + r) * kPitch + 16], &smem.y[c]);
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {
-        const int row = 16 + r + 16 / kRows * i;
-        const float x = -product[i];
-        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
-        *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);
-        if (precise)
-            *reinterpret_cast<uint16_t *>(g_to.t_low + at) =
-                static_cast<uint16_t>(ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f));
-    }
 }
 
 }  // namespace linattn::cuda::kda

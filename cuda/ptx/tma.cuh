@@ -146,9 +146,13 @@ __device__ __forceinline__ void cp_async_bulk_prefetch(const void *g_source, uin
 #define LINATTN_C2 int32_t c0, int32_t c1
 #define LINATTN_C3 LINATTN_C2, int32_t c2
 #define LINATTN_C4 LINATTN_C3, int32_t c3
+#define LINATTN_C5 LINATTN_C4, int32_t c4
 LINATTN_TENSOR_COPY(2d, LINATTN_C2, "%3, %4", "%5", "%6", "%2, %3", "r"(c0), "r"(c1))
 LINATTN_TENSOR_COPY(3d, LINATTN_C3, "%3, %4, %5", "%6", "%7", "%2, %3, %4", "r"(c0), "r"(c1), "r"(c2))
 LINATTN_TENSOR_COPY(4d, LINATTN_C4, "%3, %4, %5, %6", "%7", "%8", "%2, %3, %4, %5", "r"(c0), "r"(c1), "r"(c2), "r"(c3))
+LINATTN_TENSOR_COPY(5d, LINATTN_C5, "%3, %4, %5, %6, %7", "%8", "%9", "%2, %3, %4, %5, %6", "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+                    "r"(c4))
+#undef LINATTN_C5
 #undef LINATTN_C4
 #undef LINATTN_C3
 #undef LINATTN_C2

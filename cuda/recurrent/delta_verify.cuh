@@ -258,7 +258,8 @@ void launch_f32(const DeltaParams &p, int multiprocessors) {
 template <bool kKda, bool kVFirst, int R, int kTerms>
 void launch_bf16_form(const DeltaParams &p, int multiprocessors) {
     using Few = Bf16Config<kKda, kVFirst, R, kTerms, 64, 1, 2>;
-    using Many = Bf16Config<kKda, kVFirst, R, kTerms, 128, R == 16 ? 2 : 1, R == 16 && kTerms == 2 ? 3 : 4>;
+    using Many = Bf16Config<kKda, kVFirst, R, kTerms, 128, R == 16 ? 2 : 1, R == 16 && kTerms == 2 && !kKda ? 3 : 4>;
+    static_assert(Many::kResident * (sizeof(Bf16Smem<Many>) + 1024) <= 228 * 1024, "shared memory of an SM");
     if (p.N * p.HV * Few::kSlices <= 2 * multiprocessors || !boxes_fit(p))
         launch("delta_verify_few_kernel", delta_verify_few_kernel<Few>, shape<Few>(p, sizeof(Bf16Smem<Few>)), parameters(p));
     else

@@ -7,18 +7,25 @@
 // beta (v - Z_k), outputs are O = Z_q + P W, where P (I + A) = Q: a triangle of the tokens alone, solved by one warp while the
 // products with the state run. W is in registers in the form of a fragment; W and P are of two terms, too.
 //
-// Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody: a lane
-// has two channels of R / 4 tokens, sums of the gates meet by shuffles. X takes the place of k, q and g as copied.
+// Tokens: a warp copies, normalises and gates 16 channels of K of all tokens (few states: twice 16), and waits for nobody. X takes
+// the place of k, q and g as copied; KDA's Y = k_j / E_j stays in registers (verify_bf16_kda.cuh).
 //
-// Schedule:  copies of tokens and state . gates, norms, X, Y, X Y^T over the warp's channels . barrier . X S begins; A, Q; a warp:
-//            factors . barrier . a warp: P; all: W . barrier . O
+// Schedule:  KDA  copies of tokens and state . gates, norms, X, X Y^T over the warp's channels . barrier . a warp: factors; a warp:
+//                 A, Q, P . the state is there, barrier . X S, W, O: only they follow the state, which lands long after its tokens
+//            GDN  copies . norms, X X^T . the state is there, barrier . X S begins; A, Q; a warp: factors . barrier . a warp: P;
+//                 all: W . barrier . O
+//
+// Shared memory of an SM with four states of 16 tokens of KDA: 4 (56 + 1) KB, all there is: S 32, X 16, v 4, parts of A and Q 3.
 #pragma once
 #include "common/device_guard.h"
 #include "common/tensor_map.h"
+#include "ptx/cta.cuh"
 #include "ptx/wgmma.cuh"
-#include "verify_bf16_tokens.cuh"
+#include "verify_bf16_kda.cuh"
 
 namespace linattn::cuda::delta_verify {
+
+constexpr uint32_t kFactorsReady = 1;  // KDA's barrier of two warps
 
 // 16 columns of the warp: W, and o as far as it is of the state.
 template <class C>
@@ -86,9 +93,9 @@ struct Columns {
         const int lane = lane_of(), q = lane % 4, matrix = lane / 8, tokens = static_cast<int>(p.tokens);
         const bool bf16 = c.q.dtype == DType::BF16;
         if constexpr (kBlocks == 2) {
-            uint32_t at = ptx::shared_address(smem.p[0][matrix % 2][matrix / 2 * 8 + lane % 8]), of[4], rest[4];
+            uint32_t at = ptx::shared_address(smem.triangle.p[0][matrix % 2][matrix / 2 * 8 + lane % 8]), of[4], rest[4];
             ptx::ldmatrix_x4(of, at);
-            ptx::ldmatrix_x4(rest, at + sizeof smem.p[0]);
+            ptx::ldmatrix_x4(rest, at + sizeof smem.triangle.p[0]);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 ptx::mma_m16n8k16<__nv_bfloat16>(out[j], high, of[2 * j], of[2 * j + 1]);
@@ -97,7 +104,7 @@ struct Columns {
             }
         } else {
             uint32_t of[2];
-            ptx::ldmatrix_x2(of, ptx::shared_address(smem.p[matrix % 2][0][lane % 8]));
+            ptx::ldmatrix_x2(of, ptx::shared_address(smem.triangle.p[matrix % 2][0][lane % 8]));
             ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[0]);
             ptx::mma_m16n8k8<__nv_bfloat16>(out[0], low, of[0]);
             ptx::mma_m16n8k8<__nv_bfloat16>(out[0], high, of[1]);
@@ -126,24 +133,70 @@ struct Columns {
 };
 
 template <class C>
+__device__ __forceinline__ void wait_for_state(Bf16Smem<C> &smem) {
+    if constexpr (C::kTma)
+        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
+    else
+        ptx::cp_async_wait_group<0>();
+}
+
+// Of 64 columns, the first of the warpgroup.
+template <class C>
+__device__ __forceinline__ int wide_tile() {
+    return C::kThreads > 128 ? __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) * C::kTiles : 0;
+}
+
+// Z^T of the warpgroup's tiles, begun.
+template <class C>
+__device__ __forceinline__ void multiply_state(Bf16Smem<C> &smem, float (&z)[C::kTiles][C::R * C::kTerms]) {
+    // Of one step of K for the first tile; the others are a constant further on.
+    const uint32_t state = ptx::shared_address(smem.S), x = ptx::shared_address(smem.x);
+    const int column = 64 * wide_tile<C>();
+    const uint32_t left = C::kVFirst ? C::S::k_major_low(state, column, 0) : C::S::mn_major_low(state, 0, column),
+                   right = C::X::k_major_low(x, 0, 0);
+    constexpr uint32_t kLeftHigh = C::kVFirst ? C::S::k_major_high() : C::S::mn_major_high();
+    constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int m = 0; m < C::kTiles; ++m)
+#pragma unroll
+        for (int s = 0; s < C::D / 16; ++s) {
+            const uint32_t of_left = C::kVFirst ? C::S::offset(64 * m, 16 * s) : C::S::offset(16 * s, 64 * m);
+            uint64_t a = ptx::wgmma_descriptor(left + of_left / 16, kLeftHigh),
+                     b = ptx::wgmma_descriptor(right + C::X::offset(0, 16 * s) / 16, C::X::k_major_high());
+            if (s == 0)
+                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], a, b);
+            else
+                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], a, b, true);
+        }
+    ptx::wgmma_commit_group();
+}
+
+template <class C>
 __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, Bf16Smem<C> &smem) {
     const uint32_t n = blockIdx.y, head = blockIdx.x / C::kSlices, v_cta = blockIdx.x % C::kSlices * C::kWidth;
-    const uint32_t role = (threadIdx.x / 32 + blockIdx.x) % C::kWarps;  // not of the same warp in every CTA
+    // Not of the same warp in every CTA: 0 solves the triangle, 1 has its factors. KDA's are the slots of verify_bf16_kda.cuh, too.
+    const uint32_t role = C::kKda ? (threadIdx.x / 32) ^ blockIdx.x % C::kWarps : (threadIdx.x / 32 + blockIdx.x) % C::kWarps;
     Choices c(p.options, p.lower_bound);
-    const Row row = p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n);
+    auto read_row = [&] { return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n); };
+    Row row(n);
     if constexpr (C::kTma) {
-        if (threadIdx.x == 0) {
+        // One lane, chosen so that the compiler knows it for one: no loop around each copy.
+        const bool elected = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0 && ptx::elect_sync();
+        if (elected) {
             ptx::mbarrier_init(ptx::shared_address(&smem.arrived[0]), 1);
             ptx::mbarrier_init(ptx::shared_address(&smem.arrived[1]), 1);
             ptx::fence_mbarrier_init();
             load_draft(p, c, *maps, smem, n, head);
-            if (row.within(p.rows)) load_state(*maps, smem, row.low, head);
         }
+        row = read_row();  // a coordinate waits where it is read: behind the tokens' copies
+        if (elected && row.within(p.rows)) load_state(*maps, smem, row.low, head);
         __syncwarp();
     } else {
+        row = read_row();
         copy_draft(p, c, smem, n, head, v_cta);
     }
-    PairGate<C> gate;
+    std::conditional_t<C::kKda, LaneGate<C>, HeadGate> gate;
     const bool token = lane_of() < p.tokens;
     uint32_t beta_bits = 0, g_bits = 0;
     if (C::kKda || role == 0) gate.fetch(p, c, head);
@@ -152,6 +205,7 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     char *o = p.o.at(n, 0, head) + 2 * v_cta;
     if constexpr (C::kTma) {
         __syncthreads();
+        if constexpr (C::kKda) gate.finish(c);
         ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[0]), 0);
     }
     if (!row.within(p.rows)) {
@@ -164,58 +218,60 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     if constexpr (!C::kTma) {
         copy_state(smem, p.state + uint64_t{head} * p.state_head + uint64_t{row.low} * p.state_row +
                              v_cta * (C::kVFirst ? 2 * C::D : 2));
+        if constexpr (C::kKda) gate.finish(c);
         ptx::cp_async_wait_group<1>();
         if (C::kKda && c.g.dtype == DType::F32)
             __syncthreads();
         else
             __syncwarp();
     }
-    prepare_draft(p, c, smem, gate);
-    __syncwarp();
-    multiply_draft(smem);
-    if constexpr (!C::kKda)
+    float z[C::kTiles][C::R * C::kTerms];
+    if constexpr (C::kKda) {
+        Square<C> square;
+        prepare_channels(p, c, smem, gate, square);
+        if (role > 0) square.store(smem, role - 1);
+        ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
         if (role == 0) {
-            float G = decays_so_far<C::R>(c, token, g_bits, gate.bias[0][0], gate.a_log);
+            square.collect(smem);
+            __syncwarp();
+            ptx::bar_sync(kFactorsReady, 64);
+            solve_draft(smem);
+        } else if (role == 1) {
+            scale_draft(p, c, smem, token ? beta_of(c, beta_bits) : 0.0f);
+            __syncwarp();
+            ptx::bar_arrive(kFactorsReady, 64);
+        }
+        wait_for_state(smem);
+        if constexpr (!C::kTma) ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
+        multiply_state(smem, z);
+    } else {
+        prepare_plain(smem);
+        __syncwarp();
+        multiply_draft(smem);
+        if (role == 0) {
+            float G = decays_so_far<C::R>(c, token, g_bits, gate.bias, gate.a_log);
             if (lane_of() < C::R) smem.G[lane_of()] = G;
         }
-    if constexpr (C::kTma)
-        ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[1]), 0);
-    else
-        ptx::cp_async_wait_group<0>();
-    ptx::fence_proxy_async_shared_cta();
-    __syncthreads();
-    const int wide_tile = threadIdx.x / 128 * C::kTiles;  // of 64 columns, the first of the warpgroup
-    float z[C::kTiles][C::R * C::kTerms];
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int m = 0; m < C::kTiles; ++m) {
-        uint32_t state = ptx::shared_address(smem.S[wide_tile + m]), x = ptx::shared_address(smem.x);
-#pragma unroll
-        for (int s = 0; s < C::D / 16; ++s) {
-            uint64_t left = C::kVFirst ? ptx::wgmma_descriptor(C::S::k_major_low(state, 0, 16 * s), C::S::k_major_high())
-                                       : ptx::wgmma_descriptor(C::S::mn_major_low(state, 16 * s, 0), C::S::mn_major_high());
-            uint64_t right = ptx::wgmma_descriptor(C::X::k_major_low(x, 0, 16 * s), C::X::k_major_high());
-            constexpr ptx::Major kLeft = C::kVFirst ? ptx::Major::K : ptx::Major::MN;
-            if (s == 0)
-                ptx::wgmma_ss_first<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right);
-            else
-                ptx::wgmma_ss<__nv_bfloat16, kLeft, ptx::Major::K>(z[m], left, right, true);
-        }
+        wait_for_state(smem);
+        ptx::fence_proxy_async_shared_cta();
+        __syncthreads();
+        multiply_state(smem, z);
+        sum_products(smem);
+        if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
+        __syncthreads();
+        if (role == 0) solve_draft(smem);
     }
-    ptx::wgmma_commit_group();
-    sum_products(smem);
-    if (role == 1) scale_draft(p, c, smem, token ? beta_value(c, beta_bits) : 0.0f);
-    __syncthreads();
-    if (role == 0) solve_draft(smem);
     ptx::wgmma_wait_group<0>();
     Columns<C> columns[C::kTiles];
-    auto first_column = [&](int m) { return 64 * (wide_tile + m) + 16 * static_cast<int>(threadIdx.x / 32 % 4); };
+    auto first_column = [&](int m) { return 64 * (wide_tile<C>() + m) + 16 * static_cast<int>(threadIdx.x / 32 % 4); };
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) {
         ptx::register_fence(z[m]);
         columns[m].begin(c, smem, z[m], first_column(m));
     }
-    __syncthreads();
+    if constexpr (!C::kKda) __syncthreads();
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) columns[m].end(p, c, smem, first_column(m), o);
 }
@@ -244,14 +300,21 @@ inline bool boxes_fit(const DeltaParams &p) {
 
 template <class C>
 Maps maps_of(const DeltaParams &p) {
-    auto map = [&](const char *name, const Tensor &t, int64_t heads) {
-        return make_tile_map(name, t, p.N, p.T, heads, C::D, C::R, 128 / dtype_bytes(t.dtype));
+    auto map = [&](const char *name, const Tensor &t, int64_t heads, int tokens) {
+        const int64_t panel = 128 / dtype_bytes(t.dtype), panels = C::D / panel;
+        return make_tensor_map(name, t.data, t.dtype,
+                               {{panel, 1, panel},
+                                {heads, t.stride[2], 1},
+                                {p.T, t.stride[1], tokens},
+                                {p.N, t.stride[0], 1},
+                                {panels, panel, panels}},
+                               128);
     };
-    Maps maps = {map("q", p.q, p.H), map("k", p.k, p.H), map("v", p.v, p.HV), {}, {}};
-    if (C::kKda) maps.g = map("g", p.g, p.HV);
+    Maps maps = {map("q", p.q, p.H, 8), map("k", p.k, p.H, 8), map("v", p.v, p.HV, C::R), {}, {}};
+    if (C::kKda) maps.g = map("g", p.g, p.HV, 8);
     maps.state = make_tensor_map(
         "state", p.state_in.data, p.state_in.dtype,
-        {{C::D, 1, 64}, {p.HV, p.state_in.stride[1], 1}, {C::D, C::D, C::S::kRows}, {p.P, p.state_in.stride[0], 1}}, 128);
+        {{64, 1, 64}, {p.HV, p.state_in.stride[1], 1}, {C::D, C::D, C::D}, {p.P, p.state_in.stride[0], 1}, {2, 64, 2}}, 128);
     return maps;
 }
 

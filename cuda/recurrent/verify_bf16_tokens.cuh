@@ -1,4 +1,5 @@
-// The tokens of a draft for states in bf16 (delta_verify_bf16.cuh): the copies, X and Y, and from their products to P.
+// The tokens of a draft for states in bf16 (delta_verify_bf16.cuh): the copies, GDN's X and products, and from products to P.
+// KDA's: verify_bf16_kda.cuh.
 #pragma once
 #include "common/swizzle.cuh"
 #include "ptx/mbarrier.cuh"
@@ -7,6 +8,25 @@
 
 namespace linattn::cuda::delta_verify {
 
+// Rows of 128 numbers in blocks of 8, in a block its two panels of 64 columns one after the other: what a box of TMA brings.
+template <int kTileRows>
+struct BlockTile {
+    using Block = SmemTile<8, 128, ptx::Swizzle::B128>;
+    static constexpr int kBytes = kTileRows * 256;
+    static constexpr __host__ __device__ __forceinline__ uint32_t offset(int row, int col) {
+        return static_cast<uint32_t>(row) / 8 * Block::kBytes + Block::offset(static_cast<uint32_t>(row) % 8, col);
+    }
+    static constexpr __host__ __device__ __forceinline__ uint32_t k_major_low(uint32_t base, int row, int col) {
+        return ptx::wgmma_descriptor_low(base + offset(row, col), 16);
+    }
+    static constexpr __host__ __device__ __forceinline__ uint32_t k_major_high() {
+        return ptx::wgmma_descriptor_high(Block::kBytes, Block::kSwizzle);
+    }
+    static constexpr __host__ __device__ __forceinline__ uint32_t block16_offset(int row, int col, int lane) {
+        return offset(row + lane % 16, col + lane / 16 * 8);
+    }
+};
+
 template <bool kKdaGate, bool kVFirstOrder, int kMostTokens, int kTermsOfX, int kColumns, int kTilesOfWarp, int kCtas>
 struct Bf16Config {
     static constexpr int D = 128, R = kMostTokens, kTerms = kTermsOfX, kWidth = kColumns, kResident = kCtas;
@@ -14,34 +34,48 @@ struct Bf16Config {
     static constexpr bool kTma = kWidth == D;    // many states
     static constexpr int kTiles = kTilesOfWarp;  // of 16 columns of V, of a warp
     static constexpr int kWarps = kWidth / 16 / kTiles, kThreads = 32 * kWarps, kSlices = D / kWidth;
-    static constexpr int kUnits = D / 16 / kWarps;              // of 16 channels, of a warp
-    static constexpr int kGroup = R / 4;                        // tokens of a lane
-    using X = SmemTile<2 * R * kTerms, D, ptx::Swizzle::B128>;  // of each term: rows of k, rows of q
-    using Y = SmemTile<R, D, ptx::Swizzle::B128>;
+    static constexpr int kUnits = D / 16 / kWarps;            // of 16 channels, of a warp
+    static constexpr int kSquares = kKda && R == 16 ? 4 : 8;  // parts of |k|^2 and |q|^2
+    using X = BlockTile<2 * R * kTerms>;                      // of each term: rows of k, rows of q
     using V = SmemTile<R, kWidth, ptx::Swizzle::B128>;
-    using S = SmemTile<kVFirst ? 64 : D, kVFirst ? D : 64, ptx::Swizzle::B128>;  // of a warpgroup
-    static constexpr int kLow = 2 * R * 128;  // bytes from a number's high term to its low one
+    using S = SmemTile<kVFirst ? kWidth : D, kVFirst ? D : kWidth, ptx::Swizzle::B128>;
+    static constexpr int kLow = 2 * R * 256;  // bytes from a number's high term to its low one
     static_assert(R == 8 || kWarps == 4, "sums of products are of four warps' channels");
 };
 
 template <class C>
-struct Bf16Smem {
-    alignas(1024) char S[C::kWidth / 64][C::S::kBytes];
-    char x[C::X::kBytes];                    // as copied: q and k in the high term, g in the low one
-    char y[C::kKda ? 2 * C::Y::kBytes : 0];  // terms of k_j / E_j; GDN has k itself
-    char v[C::V::kBytes];                    // then o
+struct GdnTriangle {
     alignas(16) float A[C::R][C::R + 4], Q[C::R][C::R + 4];
     union {
         alignas(16) float product[C::R == 16 ? 4 : 8][2 * C::R][C::R];  // of the channels of a warp (R = 8: 16 channels)
         alignas(16) uint16_t p[2][C::R / 8][C::R][8];                   // then terms of P, [j / 8][i][j % 8]
     };
-    float square[8][2 * C::R];  // of 16 channels of the rows of k and q
-    float4 factor[C::R];        // of v and k S in W; of q S and of Q in o
+};
+
+template <class C>
+struct KdaTriangle {
+    union {
+        float4 part[C::kWarps - 1][C::R / 8][32];  // of aq, of the channels of each warp but one
+        struct {
+            alignas(16) float aq[C::R][C::R];              // A, and from the diagonal on Q transposed
+            alignas(16) uint16_t p[2][C::R / 8][C::R][8];  // terms of P, [j / 8][i][j % 8]
+        };
+    };
+};
+
+template <class C>
+struct Bf16Smem {
+    alignas(1024) char S[C::S::kBytes];
+    char x[C::X::kBytes];  // as copied: q and k in the high term, g in the low one
+    char v[C::V::kBytes];  // then o
+    std::conditional_t<C::kKda, KdaTriangle<C>, GdnTriangle<C>> triangle;
+    float square[C::kSquares][2 * C::R];  // of the rows of k and q: of 16 channels each, or of a warp's
+    float4 factor[C::R];                  // of v and k S in W; of q S and of Q in o
     alignas(16) float c[C::R], G[C::kKda ? 4 : C::R];
     uint64_t arrived[2];  // many states: tokens, state
 };
 
-// Boxes of 64 numbers (f32 gates: 32) of all tokens of a head, of the state's rows in a panel.
+// Boxes of all panels of 64 numbers (f32 gates: 32): of 8 tokens of a head (v: all), of a state.
 struct Maps {
     CUtensorMap q, k, v, g, state;
 };
@@ -54,10 +88,10 @@ __device__ __forceinline__ float center(const Params &p) {
 
 __device__ __forceinline__ uint32_t lane_of() { return threadIdx.x % 32; }
 
-// f32 gates lie in boxes of 32 channels: in the low term of k, then of q, of one panel. Where a unit of 16 begins.
+// f32 gates, in boxes of 8 tokens and 4 panels of 32 channels, fill the low terms of k and q. A chunk of 4 of a unit of 16.
 template <class C>
 __device__ __forceinline__ uint32_t f32_gate_offset(int unit, int token, int chunk) {
-    return C::X::offset(2 * C::R + unit / 2 % 2 * C::R + token, 64 * (unit / 4) + 32 * (unit % 2) + 8 * chunk);
+    return C::kLow + token / 8 * 4096 + unit / 2 * 1024 + C::X::offset(token % 8, 32 * (unit % 2) + 8 * chunk);
 }
 
 // Few states: by each warp its channels of k, q and g, and its columns of v. Rows past the tokens are zero.
@@ -112,47 +146,29 @@ __device__ __forceinline__ void load_draft(const Params &p, const Choices &c, co
     const int key = head * p.key_of >> 16;
     ptx::mbarrier_arrive_expect_tx(barrier, C::R * 256 * (C::kKda ? f32 ? 5 : 4 : 3));
 #pragma unroll
-    for (int panel = 0; panel < 2; ++panel) {
-        uint32_t to = x + panel * C::X::kPanelStrideBytes;
-        ptx::cp_async_bulk_tensor_4d_load(to, &maps.k, barrier, 64 * panel, key, 0, n);
-        ptx::cp_async_bulk_tensor_4d_load(to + C::R * 128, &maps.q, barrier, 64 * panel, key, 0, n);
-        if constexpr (C::kKda) {
-            ptx::cp_async_bulk_tensor_4d_load(to + C::kLow, &maps.g, barrier, 64 * panel, head, 0, n);
-            if (f32)
-                ptx::cp_async_bulk_tensor_4d_load(to + C::kLow + C::R * 128, &maps.g, barrier, 64 * panel + 32, head, 0, n);
-        }
-        ptx::cp_async_bulk_tensor_4d_load(v + panel * C::V::kPanelStrideBytes, &maps.v, barrier, 64 * panel, head, 0, n);
+    for (int first = 0; first < C::R; first += 8) {
+        uint32_t to = x + C::X::offset(first, 0);
+        ptx::cp_async_bulk_tensor_5d_load(to, &maps.k, barrier, 0, key, first, n, 0);
+        ptx::cp_async_bulk_tensor_5d_load(to + C::X::offset(C::R, 0), &maps.q, barrier, 0, key, first, n, 0);
+        if constexpr (C::kKda)
+            ptx::cp_async_bulk_tensor_5d_load(x + C::kLow + first * (f32 ? 512 : 256), &maps.g, barrier, 0, head, first, n, 0);
     }
+    ptx::cp_async_bulk_tensor_5d_load(v, &maps.v, barrier, 0, head, 0, n, 0);
 }
 
 template <class C>
 __device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
     const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
-#pragma unroll
-    for (int i = 0; i < (C::kVFirst ? 4 : 2); ++i)
-        ptx::cp_async_bulk_tensor_4d_load(to + i * C::S::kPanelStrideBytes, &maps.state, barrier,
-                                          C::kVFirst ? 64 * (i % 2) : 64 * i, head, C::kVFirst ? 64 * (i / 2) : 0, row);
+    ptx::cp_async_bulk_tensor_5d_load(to, &maps.state, barrier, 0, head, 0, row, 0);
 }
 
-// Of a lane's channels, as loaded.
-template <class C>
-struct PairGate {
-    uint32_t bias[C::kUnits][2] = {}, a_log = 0;
-    static __device__ __forceinline__ uint32_t channel(int unit) {
-        return 16 * (threadIdx.x / 32 + unit * C::kWarps) + 2 * (lane_of() % 8);
-    }
+// GDN's gate of the head, as loaded.
+struct HeadGate {
+    uint32_t bias = 0, a_log = 0;
     __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t head) {
         if (c.A_log) a_log = c.A_log.load(p.A_log.at(head));
-        if (!c.dt_bias) return;
-        if constexpr (C::kKda) {
-#pragma unroll
-            for (int i = 0; i < C::kUnits; ++i)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) bias[i][e] = c.dt_bias.load(p.dt_bias.at(head), channel(i) + e);
-        } else {
-            bias[0][0] = c.dt_bias.load(p.dt_bias.at(head));
-        }
+        if (c.dt_bias) bias = c.dt_bias.load(p.dt_bias.at(head));
     }
 };
 
@@ -179,7 +195,7 @@ __device__ __forceinline__ void square_rows(Bf16Smem<C> &smem, int unit) {
     for (int first = 0; first < 2 * C::R; first += 16) {
         uint32_t a[4];
         float low[4] = {}, high[4] = {};
-        ptx::ldmatrix_x4(a, x + 128 * first);
+        ptx::ldmatrix_x4(a, x + C::X::offset(first, 0));
         ptx::mma_m16n8k16<T>(low, a, a[0], a[2]);
         ptx::mma_m16n8k16<T>(high, a, a[1], a[3]);
         if (c == g / 2) {
@@ -187,84 +203,6 @@ __device__ __forceinline__ void square_rows(Bf16Smem<C> &smem, int unit) {
             smem.square[unit][first + 8 + g] = g % 2 ? high[3] : high[2];
         }
     }
-}
-
-template <class C, bool kBf16, bool kF32Gate>
-__device__ __forceinline__ void prepare_pairs(const Params &p, const Choices &c, Bf16Smem<C> &smem, const PairGate<C> &gate) {
-    using T = std::conditional_t<kBf16, __nv_bfloat16, __half>;
-    const int pair = lane_of() % 8, group = lane_of() / 8, first = group * C::kGroup;
-    char *x = smem.x, *y = smem.y;
-    // Rows of a group begin at a multiple of kGroup: a row in it is an exclusive or of its place and of its swizzle at once.
-    constexpr uint32_t kNextRow = 128 | 16;
-    float slope = -kLog2e, bound = kLog2e * p.lower_bound;
-    if (c.A_log) slope *= fminf(ptx::ex2_approx_ftz(kLog2e * value_of(c.A_log, gate.a_log)), 1e30f);
-    float G[C::kUnits][C::kGroup][2];
-#pragma unroll
-    for (int i = 0; i < C::kUnits; ++i) {
-        int channel = gate.channel(i), unit = channel / 16;
-        float total[2] = {0.0f, 0.0f}, offset[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) offset[e] = c.dt_bias ? slope * value_of(c.dt_bias, gate.bias[i][e]) : 0.0f;
-#pragma unroll
-        for (int t = 0; t < C::kGroup; ++t) {
-            float z[2];
-            if constexpr (kF32Gate) {
-                float2 two = *reinterpret_cast<const float2 *>(
-                    x + (f32_gate_offset<C>(unit, first, pair / 2) + pair % 2 * 8 ^ t * kNextRow));
-                z[0] = two.x, z[1] = two.y;
-            } else {
-                uint32_t two = *reinterpret_cast<const uint32_t *>(x + (C::X::offset(first, channel) ^ t * kNextRow) + C::kLow);
-                z[0] = wide<kBf16>(two & 0xffffu), z[1] = wide<kBf16>(two >> 16);
-            }
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                G[i][t][e] = total[e] =
-                    fmaf(bound, ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(fmaf(slope, z[e], offset[e]))), total[e]);
-        }
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {  // of the groups before
-            float below = __shfl_up_sync(0xffffffffu, total[e], 8);
-            if (group >= 1) total[e] += below;
-            below = __shfl_up_sync(0xffffffffu, total[e], 16);
-            if (group >= 2) total[e] += below;
-            below = __shfl_up_sync(0xffffffffu, total[e], 8);
-            below = (group ? below : 0.0f) - center(p);
-#pragma unroll
-            for (int t = 0; t < C::kGroup; ++t) G[i][t][e] += below;
-            if constexpr (C::kGroup == 4)  // an order of tokens without bank conflicts
-                if (group & 2) {
-                    float other = G[i][0][e];
-                    G[i][0][e] = G[i][2][e], G[i][2][e] = other, other = G[i][1][e];
-                    G[i][1][e] = G[i][3][e], G[i][3][e] = other;
-                }
-        }
-        square_rows<C, T>(smem, unit);
-    }
-    if constexpr (kF32Gate)
-        __syncthreads();  // other warps' gates lie where terms go
-    else
-        __syncwarp();
-#pragma unroll
-    for (int i = 0; i < C::kUnits; ++i)
-#pragma unroll
-        for (int t = 0; t < C::kGroup; ++t) {
-            const int channel = gate.channel(i), start = C::kGroup == 4 ? first ^ (group & 2) : first;
-            char *of_k = x + (C::X::offset(start, channel) ^ t * kNextRow), *of_q = of_k + C::R * 128;
-            uint32_t k = *reinterpret_cast<const uint32_t *>(of_k), q = *reinterpret_cast<const uint32_t *>(of_q);
-            float E[2], inverse[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) E[e] = ptx::ex2_approx_ftz(G[i][t][e]), inverse[e] = ptx::ex2_approx_ftz(-G[i][t][e]);
-            float k0 = wide<kBf16>(k & 0xffffu), k1 = wide<kBf16>(k >> 16);
-            auto store = [&](char *to, uint32_t low, float a, float b) {
-                Terms terms(a, b);
-                *reinterpret_cast<uint32_t *>(to) = terms.high;
-                *reinterpret_cast<uint32_t *>(to + low) = terms.low;
-            };
-            store(of_k, C::kLow, __fmul_rn(k0, E[0]), __fmul_rn(k1, E[1]));
-            store(of_q, C::kLow, __fmul_rn(wide<kBf16>(q & 0xffffu), E[0]), __fmul_rn(wide<kBf16>(q >> 16), E[1]));
-            store(y + (C::Y::offset(start, channel) ^ t * kNextRow), C::Y::kBytes, __fmul_rn(k0, inverse[0]),
-                  __fmul_rn(k1, inverse[1]));
-        }
 }
 
 // GDN: q and k as they are; f16 to two terms.
@@ -288,43 +226,31 @@ __device__ __forceinline__ void prepare_plain(Bf16Smem<C> &smem) {
     }
 }
 
-template <class C>
-__device__ __forceinline__ void prepare_draft(const Params &p, const Choices &c, Bf16Smem<C> &smem, const PairGate<C> &gate) {
-    bool bf16 = c.q.dtype == DType::BF16;
-    if constexpr (!C::kKda)
-        prepare_plain(smem);
-    else if (c.g.dtype == DType::F32)
-        bf16 ? prepare_pairs<C, true, true>(p, c, smem, gate) : prepare_pairs<C, false, true>(p, c, smem, gate);
-    else
-        bf16 ? prepare_pairs<C, true, false>(p, c, smem, gate) : prepare_pairs<C, false, false>(p, c, smem, gate);
-}
-
-// The warp's part of the products of tokens: rows of k and q by rows of Y, over its channels.
+// GDN: the warp's part of the products of tokens, rows of k and q by rows of k, over its channels.
 template <class C>
 __device__ __forceinline__ void multiply_draft(Bf16Smem<C> &smem) {
-    using Y = std::conditional_t<C::kKda, typename C::Y, typename C::X>;
-    constexpr int kLowY = C::kKda ? C::Y::kBytes : C::kLow, kBlocks = C::R / 8;
+    constexpr int kBlocks = C::R / 8;
     const int lane = lane_of(), g = lane / 4, c = lane % 4, warp = threadIdx.x / 32;
     float sum[kBlocks][kBlocks][2][4];
 #pragma unroll
     for (int unit = 0; unit < C::kUnits; ++unit) {
         const int channel = 16 * (warp + unit * C::kWarps);
         uint32_t x = ptx::shared_address(smem.x) + C::X::block16_offset(0, channel, lane), yh[4], yl[4];
-        uint32_t y = ptx::shared_address(C::kKda ? smem.y : smem.x);
+        uint32_t y = ptx::shared_address(smem.x);
         if constexpr (C::R == 16) {
-            y += Y::block16_offset(0, channel, lane);
+            y += C::X::block16_offset(0, channel, lane);
             ptx::ldmatrix_x4(yh, y);
-            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(yl, y + kLowY);
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(yl, y + C::kLow);
         } else {
-            y += (C::kTerms == 2 ? lane / 16 * kLowY : 0) + Y::offset(lane % 8, channel + lane / 8 % 2 * 8);
+            y += (C::kTerms == 2 ? lane / 16 * C::kLow : 0) + C::X::offset(lane % 8, channel + lane / 8 % 2 * 8);
             ptx::ldmatrix_x4(yh, y);
             yl[0] = yh[2], yl[2] = yh[3], yh[2] = yh[1];
         }
 #pragma unroll
         for (int tile = 0; tile < kBlocks; ++tile) {
             uint32_t xh[4], xl[4];
-            ptx::ldmatrix_x4(xh, x + 16 * 128 * tile);
-            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, x + 16 * 128 * tile + C::kLow);
+            ptx::ldmatrix_x4(xh, x + C::X::offset(16 * tile, 0));
+            if constexpr (C::kTerms == 2) ptx::ldmatrix_x4(xl, x + C::X::offset(16 * tile, 0) + C::kLow);
 #pragma unroll
             for (int j = 0; j < kBlocks; ++j) {
                 if (unit == 0 || C::R == 8)
@@ -346,13 +272,13 @@ __device__ __forceinline__ void multiply_draft(Bf16Smem<C> &smem) {
                 for (int half = 0; half < 2; ++half) {
                     const float (&of)[2][4] = sum[tile][j];
                     *reinterpret_cast<float2 *>(
-                        &smem.product[C::R == 16 ? warp : channel / 16][16 * tile + 8 * half + g][8 * j + 2 * c]) =
+                        &smem.triangle.product[C::R == 16 ? warp : channel / 16][16 * tile + 8 * half + g][8 * j + 2 * c]) =
                         make_float2(of[0][2 * half] + of[1][2 * half], of[0][2 * half + 1] + of[1][2 * half + 1]);
                 }
     }
 }
 
-// A / (beta |k_i| |k_j|) and Q / (scale |q_i| |k_j|) from the parts: four of a row a thread.
+// GDN: A / (beta |k_i| |k_j|) and Q / (scale |q_i| |k_j|) from the parts, four of a row a thread.
 template <class C>
 __device__ __forceinline__ void sum_products(Bf16Smem<C> &smem) {
     constexpr int kInRow = C::R / 4, kParts = C::R == 16 ? 4 : 8;
@@ -361,16 +287,16 @@ __device__ __forceinline__ void sum_products(Bf16Smem<C> &smem) {
     float x[4] = {};
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-        float4 four = *reinterpret_cast<const float4 *>(&smem.product[part][row][j]);
+        float4 four = *reinterpret_cast<const float4 *>(&smem.triangle.product[part][row][j]);
         x[0] += four.x, x[1] += four.y, x[2] += four.z, x[3] += four.w;
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-        if constexpr (!C::kKda) x[e] *= ptx::ex2_approx_ftz(smem.G[i] - smem.G[j + e]);
+        x[e] *= ptx::ex2_approx_ftz(smem.G[i] - smem.G[j + e]);
         // A token that is no number has W that is none: begin_columns() sees to it, in A it would spoil earlier ones.
         if (j + e >= i + of_q || (!of_q && !(x[e] * 0.0f == 0.0f))) x[e] = 0.0f;
     }
-    *reinterpret_cast<float4 *>(&(of_q ? smem.Q : smem.A)[i][j]) = make_float4(x[0], x[1], x[2], x[3]);
+    *reinterpret_cast<float4 *>(&(of_q ? smem.triangle.Q : smem.triangle.A)[i][j]) = make_float4(x[0], x[1], x[2], x[3]);
 }
 
 // By one warp: what the norms, beta, scale and GDN's decays come to. With N = 1 / |k|: W' = N W, and P' (I + c A) = Q, c = N^2 beta.
@@ -379,7 +305,7 @@ __device__ __forceinline__ void scale_draft(const Params &p, const Choices &c, B
     const int lane = lane_of();
     float sum = 0.0f, norm = 1.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum += smem.square[i][lane % (2 * C::R)];
+    for (int i = 0; i < C::kSquares; ++i) sum += smem.square[i][lane % (2 * C::R)];
     if (c.qk_l2norm) norm = rsqrtf(sum + 1e-6f);
     float of_q = p.scale * __shfl_sync(0xffffffffu, norm, (lane + C::R) % 32);
     if (lane >= C::R) return;
@@ -399,14 +325,23 @@ __device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     };
 #pragma unroll
-    for (int j = 0; j < C::R; j += 4) fetch(&row[j], &smem.Q[i][j]), fetch(&c[j], &smem.c[j]);
+    for (int j = 0; j < C::R; j += 4) {
+        if constexpr (!C::kKda) fetch(&row[j], &smem.triangle.Q[i][j]);
+        fetch(&c[j], &smem.c[j]);
+    }
+    if constexpr (C::kKda)
+#pragma unroll
+        for (int j = 0; j < C::R; ++j) row[j] = j <= i ? smem.triangle.aq[j][i] : 0.0f;
 #pragma unroll
     for (int l = C::R - 1; l > 0; --l) {
         float x = -__fmul_rn(row[l], c[l]);
 #pragma unroll
         for (int j = 0; j < l; j += 4) {
             float a[4];
-            fetch(a, &smem.A[l][j]);
+            if constexpr (C::kKda)
+                fetch(a, &smem.triangle.aq[l][j]);
+            else
+                fetch(a, &smem.triangle.A[l][j]);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (j + e < l) row[j + e] = fmaf(x, a[e], row[j + e]);
@@ -420,8 +355,8 @@ __device__ __forceinline__ void solve_draft(Bf16Smem<C> &smem) {
             Terms terms(__fmul_rn(scale, row[j + 2 * e]), __fmul_rn(scale, row[j + 2 * e + 1]));
             high[e] = terms.high, low[e] = terms.low;
         }
-        *reinterpret_cast<uint4 *>(smem.p[0][j / 8][i]) = make_uint4(high[0], high[1], high[2], high[3]);
-        *reinterpret_cast<uint4 *>(smem.p[1][j / 8][i]) = make_uint4(low[0], low[1], low[2], low[3]);
+        *reinterpret_cast<uint4 *>(smem.triangle.p[0][j / 8][i]) = make_uint4(high[0], high[1], high[2], high[3]);
+        *reinterpret_cast<uint4 *>(smem.triangle.p[1][j / 8][i]) = make_uint4(low[0], low[1], low[2], low[3]);
     }
 }
 

@@ -154,6 +154,10 @@ inline void st_shared_v4_f32(uint32_t a, float4 v) { st(a, v); }
 // cta
 inline void bar_sync(uint32_t id, uint32_t n) { meet(bars[id], n); }
 inline void barrier_sync(uint32_t id, uint32_t n) { bar_sync(id, n); }
+inline bool elect_sync() {
+    warp();
+    return L() == 31;  // which one is not promised
+}
 inline void bar_arrive(uint32_t id, uint32_t n) {
     if (++bars[id].count == (int)n) {
         bars[id].count = 0;
@@ -196,8 +200,14 @@ inline void mbarrier_arrive_expect_tx(uint32_t b, uint32_t n) {
     mb(b).pending--;
     mb_check(mb(b));
 }
+inline void mbarrier_expect_tx(uint32_t b, uint32_t n) { mb(b).tx += n; }
 inline void mbarrier_wait_parity(uint32_t b, uint32_t p) {
     while (mb(b).phase == (p & 1)) yield();
+}
+inline void mbarrier_arrive_and_wait(uint32_t b) {
+    const uint32_t phase = mb(b).phase;
+    mbarrier_arrive(b);
+    mbarrier_wait_parity(b, phase);
 }
 inline void complete(uint32_t b, int n) {
     mb(b).tx -= n;
@@ -238,6 +248,9 @@ float up(uint16_t x) {
 inline uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
     return cvt_rn_f16x2(up<__half>(a) * up<__half>(b), up<__half>(a >> 16) * up<__half>(b >> 16));
 }
+inline uint32_t mul_rn_bf16x2(uint32_t a, uint32_t b) {
+    return cvt_rn_bf16x2(up<__nv_bfloat16>(a) * up<__nv_bfloat16>(b), up<__nv_bfloat16>(a >> 16) * up<__nv_bfloat16>(b >> 16));
+}
 }  // namespace linattn::ptx
 #include "emu_mma.h"
 namespace linattn::ptx {
@@ -247,22 +260,22 @@ inline void fence_proxy_async_global() {}
 inline void prefetch_tensormap(const CUtensorMap *) {}
 struct Map {
     char *data;
-    int64_t size[4], stride[4];
-    int box[4], bytes, swizzle;  // of an element; width, or 0
-    int box_bytes() const { return box[0] * box[2] * bytes; }
+    int64_t size[5], stride[5];
+    int box[5], bytes, swizzle;  // of an element; width, or 0
+    int box_bytes() const { return box[0] * box[2] * box[4] * bytes; }
 };
 inline const Map &map_of(const CUtensorMap *m) { return *(const Map *)m; }
-inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[4], bool store) {
+inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[5], bool store) {
     const Map &t = map_of(m);
     if (s % (t.swizzle ? 1024 : 128) || (t.swizzle && t.box[0] * t.bytes != t.swizzle)) abort();
-    for (int r = 0; r < t.box[2]; r++)
+    for (int r = 0; r < t.box[2] * t.box[4]; r++)
         for (int x = 0; x < t.box[0]; x++) {
             uint32_t a = s + (r * t.box[0] + x) * t.bytes;
             if (t.swizzle) a ^= ((a >> 7) & 7) << 4;
-            int64_t p[4] = {c[0] + x, c[1], c[2] + r, c[3]};
+            int64_t p[5] = {c[0] + x, c[1], c[2] + r % t.box[2], c[3], c[4] + r / t.box[2]};
             bool in = true;
             int64_t o = 0;
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 5; i++) {
                 in &= p[i] >= 0 && p[i] < t.size[i];
                 o += p[i] * t.stride[i];
             }
@@ -274,20 +287,26 @@ inline void tensor(uint32_t s, const CUtensorMap *m, const int (&c)[4], bool sto
                 memset(at(a), 0, t.bytes);
         }
 }
-inline std::map<Fiber *, std::vector<std::function<void()>>> stores;
-inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3) {
+struct Stores {  // of a thread, in bulk groups; the last one is open
+    std::deque<std::vector<std::function<void()>>> groups{1};
+};
+inline std::map<Fiber *, Stores> stores;
+inline void cp_async_bulk_tensor_5d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3, int c4) {
     memset(at(d), 0xff, map_of(m).box_bytes());
     pending.push_back([=] {
-        tensor(d, m, {c0, c1, c2, c3}, false);
+        tensor(d, m, {c0, c1, c2, c3, c4}, false);
         complete(b, map_of(m).box_bytes());
     });
 }
+inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3) {
+    cp_async_bulk_tensor_5d_load(d, m, b, c0, c1, c2, c3, 0);
+}
 inline void cp_async_bulk_tensor_4d_store(const CUtensorMap *m, uint32_t s, int c0, int c1, int c2, int c3) {
-    stores[cur].push_back([=] { tensor(s, m, {c0, c1, c2, c3}, true); });
+    stores[cur].groups.back().push_back([=] { tensor(s, m, {c0, c1, c2, c3, 0}, true); });
 }
 inline void cp_async_bulk_store(void *d, uint32_t s, uint32_t n) {
     if (n % 16 || s % 16 || (uintptr_t)d % 16) abort();
-    stores[cur].push_back([=] { memcpy(d, at(s), n); });
+    stores[cur].groups.back().push_back([=] { memcpy(d, at(s), n); });
 }
 inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b) {
     if (n % 16 || d % 16 || (uintptr_t)s % 16) abort();
@@ -297,13 +316,19 @@ inline void cp_async_bulk_load(uint32_t d, const void *s, uint32_t n, uint32_t b
         complete(b, n);
     });
 }
-inline void cp_async_bulk_commit_group() {}
-template <int>
+inline void cp_async_bulk_commit_group() { stores[cur].groups.emplace_back(); }
+// A copy reads its source, and writes, as late as it may: when it is waited for.
+template <int kPending>
 inline void cp_async_bulk_wait_group_read() {
     for (int i = 0; i < 7; i++) yield();
-    for (auto &f : stores[cur]) f();
-    stores[cur].clear();
+    auto &groups = stores[cur].groups;
+    for (; (int)groups.size() - 1 > kPending; groups.pop_front())
+        for (auto &f : groups.front()) f();
     progress++;
+}
+template <int kPending>
+inline void cp_async_bulk_wait_group() {
+    cp_async_bulk_wait_group_read<kPending>();
 }
 // wgmma
 enum class Swizzle : uint32_t { None = 0, B128 = 1, B64 = 2, B32 = 3 };
@@ -420,6 +445,11 @@ inline void reset() {
     for (auto &c : linattn::ptx::commits) c = 0;
     for (auto &x : linattn::ptx::commit_s) x = {};
     linattn::ptx::own.clear();
+    for (auto &thread : linattn::ptx::stores)
+        if (thread.second.groups.size() > 1 || !thread.second.groups.back().empty()) {
+            fprintf(stderr, "pending stores\n");
+            abort();
+        }
     linattn::ptx::stores.clear();
     if (!pending.empty()) {
         fprintf(stderr, "pending copies\n");

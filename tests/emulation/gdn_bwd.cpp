@@ -1,6 +1,7 @@
 // The chunked GDN backward for gdn_bwd.py. The kernels in float are left out: a flagged sequence and head is reported.
 #define EMULATED gdn_bwd
 #include "emu.h"
+inline void atomicMax(uint32_t *to, uint32_t x) { *to = *to > x ? *to : x; }
 namespace linattn::ptx {
 inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t n) {
     if (d % 16 || (uintptr_t)s % 16) abort();
@@ -10,10 +11,6 @@ inline void cp_async_16_zfill(uint32_t d, const void *s, uint32_t n) {
 inline void cp_async_commit_group() {}
 template <int>
 inline void cp_async_wait_group() {}
-template <int n>
-inline void cp_async_bulk_wait_group() {
-    cp_async_bulk_wait_group_read<n>();
-}
 inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
 inline void cp_async_bulk_prefetch_tensor_4d(const CUtensorMap *, int, int, int, int) {}
 inline uint32_t cluster_nctarank() { return 1; }
@@ -59,7 +56,7 @@ void launch_delta_bwd_plan(const BwdCall &call) {
         sum += (make_item(call.p, n, 0, 0).length + kBwdChunk - 1) / kBwdChunk;
     }
     call.w.chunk_start[call.p.N] = sum;
-    for (int i = 0; i <= call.p.N * call.p.HV; i++) call.w.flags[i] = 0;
+    for (int i = 0; i < call.cleared; i++) call.w.flags[i] = 0;
 }
 void launch_delta_bwd_prepare(const BwdCall &) {}
 void launch_delta_bwd_scans(const BwdCall &) {}

@@ -14,7 +14,16 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[i]) for i in (1, 2)]
 from arrays import decode, encode  # noqa: E402
 from cases import HARD_GATES, HARD_KEYS, Case  # noqa: E402
-from gradients import FEW_TOKENS, OF, expected, fault_of, make, worst_error  # noqa: E402
+from gradients import (  # noqa: E402
+    FEW_TOKENS,
+    OF,
+    SHAPES_OF_SIZES,
+    expected,
+    fault_of,
+    make,
+    make_sized,
+    worst_error,
+)
 
 NUMBER = {"f32": 1, "bf16": 3, "f16": 4, "i32": 5, "i64": 6}
 INPUTS = (
@@ -46,8 +55,9 @@ def aligned(shape, dtype, values=None):
     return out
 
 
-def run(library, case, drop=(), multiprocessors=3, splits=0):
-    inputs = {name: x for name, x in make(case).items() if name not in drop}
+def run(library, case, drop=(), multiprocessors=3, splits=0, given=None, label=""):
+    given = given or make(case)
+    inputs = {name: x for name, x in given.items() if name not in drop}
     arrays = {
         name: (aligned(x.values.shape, x.dtype, x.values) if x.dtype in ("f32", "bf16", "f16")
                else x.values.astype({"i32": np.int32, "i64": np.int64}[x.dtype]), x.dtype)
@@ -62,21 +72,25 @@ def run(library, case, drop=(), multiprocessors=3, splits=0):
     outputs.setdefault(
         "d_initial_state", (aligned((N, HV, case.K, case.V), case.state), case.state)
     )
-    given = [arrays.get(name, (None, None)) for name in INPUTS]
-    given += [outputs.get(name, (None, None)) for name in OF]
+    arguments = [arrays.get(name, (None, None)) for name in INPUTS]
+    arguments += [outputs.get(name, (None, None)) for name in OF]
     B, T, H, K = inputs["q"].values.shape
     sizes = (ctypes.c_int64 * 6)(B, T, H, HV, K, N)
     o = case.keywords
     items = (ctypes.c_int * 2)()
     flagged = library.emulate(
-        (Plain * len(given))(*(plain(*x) for x in given)), sizes, ctypes.c_double(o.get("scale", K**-0.5)),
+        (Plain * len(arguments))(*(plain(*x) for x in arguments)), sizes, ctypes.c_double(o.get("scale", K**-0.5)),
         int(o.get("qk_l2norm", False)), {"none": 0, "softplus": 1, "bounded": 2}[o.get("gate", "none")],
         {"weight": 0, "logits": 1, "logits_x2": 2}[o.get("beta_form", "weight")],
         ctypes.c_double(o.get("lower_bound", 0.0)), multiprocessors, splits, items,
     )  # fmt: skip
     if flagged:
-        well = case.gates in HARD_KEYS or max(case.lengths) <= FEW_TOKENS
-        return print("ok " if well else "BAD", case.id, f"flagged {flagged}", flush=True)
+        well = (
+            case.gates in HARD_KEYS
+            or max(case.lengths) <= FEW_TOKENS
+            or label in ("states_apart", "small_q")
+        )
+        return print("ok " if well else "BAD", case.id, label, f"flagged {flagged}", flush=True)
     want = expected(case, inputs)
     texts, bad = [], False
     for name, (words, dtype) in outputs.items():
@@ -88,9 +102,7 @@ def run(library, case, drop=(), multiprocessors=3, splits=0):
         bad = bad or not expected_miss
         texts.append(text + (", but small beside its terms" if fault and expected_miss else ""))
     cut = f", {items[0]} + {items[1]} scans" if items[0] else ""
-    print(
-        "BAD" if bad else "ok ", case.id, f"flagged {flagged}{cut}:", ", ".join(texts), flush=True
-    )
+    print("BAD" if bad else "ok ", case.id, label, f"flagged {flagged}{cut}:", ", ".join(texts), flush=True)  # fmt: skip
 
 
 def cases():
@@ -146,6 +158,12 @@ if __name__ == "__main__":
     for left_out in (("A_log",), ("dt_bias",), ("A_log", "dt_bias")):
         if wanted in bounded.id:
             run(loaded, bounded, left_out)
+    for size in SHAPES_OF_SIZES:
+        for D in (64, 128):
+            options = (("qk_l2norm", True),) if size == "lengths" else ()
+            one = Case("gdn", (130, 70), 1, 2, D, D, "bf16", options=options)
+            if wanted in one.id or wanted in size:
+                run(loaded, one, given=make_sized(one, size), label=size)
     for one in flagged_ones():
         if wanted in one.id:
             run(loaded, one)

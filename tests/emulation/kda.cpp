@@ -39,6 +39,8 @@ struct Array {
 };
 Tensor ints(std::vector<int> &x) { return tens(x.data(), DType::I32, {1}); }
 enum Keys { Random, Correlated, One, Near, Uneven };
+// Raw gates: decays at the bound, none, little, each of them in some channels, or anywhere.
+enum Gates { Usual, Lowest, Still, Slow, Channels, Any };
 struct Case {
     std::string name;
     std::vector<int> lens;
@@ -56,7 +58,14 @@ struct Case {
     float g = 1, length = 1;              // g <= 0: of all gates; of keys
     bool in_place = false;                // final states where the initial ones are
     int D = 128;
+    Gates gates = Usual;
+    float bound = -5;
 };
+float raw_gate(Gates gates, int channel) {
+    if (gates == Channels) gates = (Gates)(channel % 4);
+    if (gates == Any) gates = (Gates)(int)(4 * uni());
+    return gates == Lowest ? 60 : gates == Still ? -200 : gates == Slow ? rnd() - 9 : 2 * rnd();
+}
 int bad = 0;
 void run(const Case &c) {
     D = c.D;
@@ -94,7 +103,7 @@ void run(const Case &c) {
     for (size_t i = 0; i < g.size(); i++)
         g.set(i, (int64_t)i >= end * HV * D ? NAN
                  : c.g <= 0                 ? c.g
-                 : c.gate != Gate::None     ? 2 * rnd()
+                 : c.gate != Gate::None     ? raw_gate(c.gates, (int)(i % D))
                  : c.resets && i % 7 < 3    ? (i % 2 ? -INFINITY : -1000)
                                             : -c.gs * uni());
     for (size_t i = 0; i < beta.size(); i++) {
@@ -115,7 +124,7 @@ void run(const Case &c) {
     p.beta = beta.tensor({(int64_t)T * HV, HV, 1});
     p.gate = c.gate;
     p.beta_form = c.form;
-    p.lower_bound = -5;
+    p.lower_bound = c.bound;
     if (c.gate != Gate::None) p.A_log = A.tensor({1}), p.dt_bias = bias.tensor({D, 1});
     const std::vector<int64_t> ss = {HV * D * D, D * D, c.vfirst ? 1 : D, c.vfirst ? D : 1};
     if (c.init) p.state_in = h0.tensor(ss);
@@ -183,7 +192,7 @@ void run(const Case &c) {
                     double x = g[(at * HV + h) * D + a];
                     if (c.gate != Gate::None) x += bias[h * D + a];
                     if (c.gate == Gate::Softplus) x = -std::exp(A[h]) * std::log1p(std::exp(x));
-                    if (c.gate == Gate::Bounded) x = -5 * sigmoid(std::exp(A[h]) * x);
+                    if (c.gate == Gate::Bounded) x = c.bound * sigmoid(std::exp(A[h]) * x);
                     x = std::exp(x);
                     for (int e = 0; e < D; e++) S[a * D + e] *= x, u[e] += S[a * D + e] * kk[a];
                 }
@@ -311,6 +320,23 @@ int main(int argc, char **argv) {
     Case large = {"keys of length 100, beta 1e-4", {200}};
     large.beta = 1e-4f, large.length = 100, large.gs = .01f, large.known = true;
     cases.push_back(large);
+    const std::pair<const char *, Gates> raw[] = {
+        {"lowest", Lowest}, {"still", Still}, {"slow", Slow}, {"channels", Channels}, {"any", Any}};
+    for (const auto &[name, gates] : raw)
+        for (const DType type : {bf, h})
+            for (const Keys keys : {Random, Near, One})
+                for (const float limit : {-5.0f, -5.01f, -0.1f}) {  // beyond -5: the tree
+                    if (keys != Random && limit != -5) continue;
+                    Case gate = {std::string("gates ") + name, {100, 33, 15, 16, 17, 64}, 1, 2, type, type, true};
+                    gate.gate = bound, gate.gs = .2f, gate.gates = gates, gate.bound = limit;
+                    gate.keys = keys, gate.init = keys == Random, gate.beta = keys == Random ? -1 : 8, gate.form = logits;
+                    gate.name += type == bf ? "" : " fp16";
+                    gate.name += limit == -5 ? "" : limit < -5 ? ", bound -5.01" : ", bound -0.1";
+                    gate.name += keys == Random ? "" : keys == Near ? ", near keys" : ", one key";
+                    cases.push_back(gate);
+                    gate.name += " D 64", gate.D = 64;
+                    if (limit == -5) cases.push_back(gate);
+                }
     for (const char *name : {"plain", "tails", "l2norm, vfirst", "few CTAs", "fp16", "resets", "steep", "bounded", "gva",
                              "dense", "checkpoints", "padding", "near keys", "one key fp16", "cut", "cut, packed"})
         for (size_t i = 0, count = cases.size(); i < count; i++)

@@ -47,7 +47,7 @@ SNIPPETS: dict[str, dict[str, str]] = {
         "cp_async_bulk_prefetch": "cp_async_bulk_prefetch(g, b);",
         **{
             f"cp_async_bulk_tensor_{n}d_{form}": f"cp_async_bulk_tensor_{n}d_{call};"
-            for n, at in ((2, "0, b"), (3, "0, b, 2"), (4, "0, b, 2, 3"))
+            for n, at in ((2, "0, b"), (3, "0, b, 2"), (4, "0, b, 2, 3"), (5, "0, b, 2, 3, 4"))
             for form, call in (
                 ("load", f"load(a, &m, b, {at})"),
                 ("load_hint", f"load_hint(a, &m, b, {at}, l)"),

@@ -64,14 +64,15 @@ __global__ void mma_kernel(const uint16_t *a, const uint16_t *b, const float *c,
     for (int i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * q + i % 2] = acc[i];
 }
 
-// A [16,8], B [8,8] float, rounded to tf32 here.
+// A [16,8], B [8,8] float, rounded to tf32 here; the bits below are to be ignored.
 __global__ void mma_tf32_kernel(const float *a, const float *b, const float *c, float *d) {
     const int g = threadIdx.x / 4, q = threadIdx.x % 4;
     float acc[4];
     for (int i = 0; i < 4; i++) acc[i] = c[(g + 8 * (i / 2)) * 8 + 2 * q + i % 2];
-    const uint32_t fa[4] = {cvt_rna_tf32(a[g * 8 + q]), cvt_rna_tf32(a[(g + 8) * 8 + q]), cvt_rna_tf32(a[g * 8 + q + 4]),
-                            cvt_rna_tf32(a[(g + 8) * 8 + q + 4])};
-    mma_m16n8k8_tf32(acc, fa, cvt_rna_tf32(b[q * 8 + g]), cvt_rna_tf32(b[(q + 4) * 8 + g]));
+    const auto operand = [](float x) { return cvt_rna_tf32(x) | 0x1fffu; };
+    const uint32_t fa[4] = {operand(a[g * 8 + q]), operand(a[(g + 8) * 8 + q]), operand(a[g * 8 + q + 4]),
+                            operand(a[(g + 8) * 8 + q + 4])};
+    mma_m16n8k8_tf32(acc, fa, operand(b[q * 8 + g]), operand(b[(q + 4) * 8 + g]));
     for (int i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * q + i % 2] = acc[i];
 }
 

@@ -1,4 +1,4 @@
-// Copies by the async proxy: tensor loads and stores of rank 2 to 4 with ragged edges, 1-D bulk copies, multicast over a
+// Copies by the async proxy: tensor loads and stores of rank 2 to 5 with ragged edges, 1-D bulk copies, multicast over a
 // cluster, pushes into another CTA, and cp.async.
 #include "common/tensor_map.h"
 #include "parts.cuh"
@@ -15,7 +15,7 @@ using namespace linattn::ptx;
 constexpr int kBoxBytes = 32768;  // the largest box the tests copy
 
 struct BoxCase {
-    int32_t c[4];
+    int32_t c[5];
     int bytes;  // of a whole box
     bool hint;
     bool map_in_global;  // through the copy of the map that this kernel makes
@@ -33,6 +33,9 @@ __device__ __forceinline__ void load_box(uint32_t destination, const CUtensorMap
     if constexpr (kRank == 4)
         p.hint ? cp_async_bulk_tensor_4d_load_hint(destination, map, barrier, p.c[0], p.c[1], p.c[2], p.c[3], policy)
                : cp_async_bulk_tensor_4d_load(destination, map, barrier, p.c[0], p.c[1], p.c[2], p.c[3]);
+    if constexpr (kRank == 5)
+        p.hint ? cp_async_bulk_tensor_5d_load_hint(destination, map, barrier, p.c[0], p.c[1], p.c[2], p.c[3], p.c[4], policy)
+               : cp_async_bulk_tensor_5d_load(destination, map, barrier, p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]);
 }
 
 template <int kRank>
@@ -40,6 +43,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t sourc
     if constexpr (kRank == 2) cp_async_bulk_tensor_2d_store(map, source, p.c[0], p.c[1]);
     if constexpr (kRank == 3) cp_async_bulk_tensor_3d_store(map, source, p.c[0], p.c[1], p.c[2]);
     if constexpr (kRank == 4) cp_async_bulk_tensor_4d_store(map, source, p.c[0], p.c[1], p.c[2], p.c[3]);
+    if constexpr (kRank == 5) cp_async_bulk_tensor_5d_store(map, source, p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]);
 }
 
 // Writes the map to global memory for the users of map_in_global: generic stores, made visible to the tensor-map proxy.
@@ -228,7 +232,8 @@ CUtensorMap map_of(void *data, int dtype, int rank, const int64_t *sizes, const 
     const auto type = static_cast<linattn::DType>(dtype);
     if (rank == 2) return linattn::cuda::make_tensor_map("x", data, type, {axis(0), axis(1)}, swizzle_bytes);
     if (rank == 3) return linattn::cuda::make_tensor_map("x", data, type, {axis(0), axis(1), axis(2)}, swizzle_bytes);
-    return linattn::cuda::make_tensor_map("x", data, type, {axis(0), axis(1), axis(2), axis(3)}, swizzle_bytes);
+    if (rank == 4) return linattn::cuda::make_tensor_map("x", data, type, {axis(0), axis(1), axis(2), axis(3)}, swizzle_bytes);
+    return linattn::cuda::make_tensor_map("x", data, type, {axis(0), axis(1), axis(2), axis(3), axis(4)}, swizzle_bytes);
 }
 
 BoxCase box_case(int dtype, int rank, const int64_t *boxes, const int32_t *coordinates) {
@@ -268,7 +273,10 @@ PARTS_API int parts_box_load(void *data, int dtype, int rank, const int64_t *siz
         CUtensorMap *copy = static_cast<CUtensorMap *>(g_map);
         LaunchConfig one_thread;
         if (p.map_in_global) launch("publish_map_kernel", parts::publish_map_kernel, one_thread, map, copy);
-        auto kernel = rank == 2 ? parts::box_load_kernel<2> : rank == 3 ? parts::box_load_kernel<3> : parts::box_load_kernel<4>;
+        auto kernel = rank == 2   ? parts::box_load_kernel<2>
+                      : rank == 3 ? parts::box_load_kernel<3>
+                      : rank == 4 ? parts::box_load_kernel<4>
+                                  : parts::box_load_kernel<5>;
         launch("box_load_kernel", kernel, parts::box_config(), map, copy, out, p);
     });
 }
@@ -279,7 +287,8 @@ PARTS_API int parts_box_store(void *data, int dtype, int rank, const int64_t *si
         const CUtensorMap map = parts::map_of(data, dtype, rank, sizes, strides, boxes, swizzle_bytes);
         auto kernel = rank == 2   ? parts::box_store_kernel<2>
                       : rank == 3 ? parts::box_store_kernel<3>
-                                  : parts::box_store_kernel<4>;
+                      : rank == 4 ? parts::box_store_kernel<4>
+                                  : parts::box_store_kernel<5>;
         launch("box_store_kernel", kernel, parts::box_config(), map, in, parts::box_case(dtype, rank, boxes, coordinates));
     });
 }
