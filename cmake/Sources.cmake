@@ -29,8 +29,6 @@ set(LINATTN_CUDA_SOURCES
   cuda/device.cu
   cuda/common/launch.cpp
   cuda/common/tensor_map.cpp
-  cuda/gdn/gdn_checkpoints_bf16_128.cu
-  cuda/gdn/gdn_checkpoints_f16_128.cu
   cuda/gdn/gdn_fwd.cu
   cuda/gdn/gdn_fwd_64.cu
   cuda/gdn/gdn_fwd_bf16_128.cu

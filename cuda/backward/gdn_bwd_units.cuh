@@ -2,8 +2,9 @@
 // and the given S, everything in reverse (do, D, dr) in do and the given D, so one factor for each, of a sequence and key head, goes in
 // with what is given and comes out of the gradients.
 //
-// It follows from the largest magnitude of what is given, of which gdn_bwd_prepare_kernel looks at a sample, an eighth. What the sample
-// missed may overflow: then the state is not finite at the scan's end, which flags the head. Maxima of bits are atomic: no order shows.
+// It follows from the largest magnitude of what is given, of which gdn_bwd_prepare_kernel looks at a sample, a 32nd of v and do. What
+// the sample missed may overflow: then the state is not finite at the scan's end, which flags the head. Maxima of bits are atomic: no
+// order shows.
 #pragma once
 #include "common/fragments.cuh"
 #include "tokens.cuh"
@@ -36,7 +37,8 @@ __device__ __forceinline__ void note(uint32_t *to, float largest) {
         atomicMax(to, __float_as_uint(largest));
 }
 
-// About the largest magnitude of a chunk's rows, by a warp: of 16 columns a token, others from token to token; of all where those are 0.
+// About the largest magnitude of a chunk's rows, by a warp: of 16 columns of one in four tokens, others from token to
+// token; of all where those are 0. Each is a sector of its own, so few are read.
 template <class T, int D>
 __device__ __forceinline__ float largest_of_rows(const Tensor &t, const delta_bwd::Chunk &c) {
     const uint16_t *from = reinterpret_cast<const uint16_t *>(t.data) + delta_bwd::element(t, c.b, c.token, c.head);
@@ -49,8 +51,7 @@ __device__ __forceinline__ float largest_of_rows(const Tensor &t, const delta_bw
         largest = __vmaxu2(__vmaxu2(largest, x.z & 0x7fff7fffu), x.w & 0x7fff7fffu);
     };
     const auto of_warp = [&] { return __reduce_max_sync(~0u, max(largest & 0xffffu, largest >> 16)); };
-#pragma unroll
-    for (int i = 0; i < 4; i++) look(lane + i / 2 * 32, lane % (D / 16) * 16 + i % 2 * 8);
+    look(4 * (lane / 2) + lane / 2 % 4, lane / 2 % (D / 16) * 16 + lane % 2 * 8);
     uint32_t bits = of_warp();
     if (bits == 0) {
         for (int i = lane; i < kBwdChunk * (D / 8); i += 32) look(i / (D / 8), i % (D / 8) * 8);

@@ -120,6 +120,12 @@ __device__ __forceinline__ void fill_table(float *t, const float (&x)[2], const 
     store2(t, table::kRowDecayScaled, token, row0 * scale, row1 * scale);
 }
 
+// The place of the CTA's chunk n in a ring.
+template <int kStages>
+__device__ __forceinline__ RingState<kStages> at_chunk(uint32_t n) {
+    return {static_cast<int>(n % kStages), n / kStages & 1};
+}
+
 // Every second chunk of an item: n, its number in the CTA, of those with tokens from `at` on. kPlain: g and beta are fp32 and
 // need no arithmetic. Beside the state loop every branch and every dependent instruction costs several times its time.
 template <class C, bool kPlain>
@@ -134,8 +140,8 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
 #pragma unroll 1
     for (; remaining > 0; remaining -= 2 * kChunk, n += 2) {
         // Only AUX says when it is done with a table: when it ends chunk m, the state loop has left m - C::kProductStages.
-        const uint32_t stage = n % C::kFactorStages;
-        smem.tables().wait_empty(ring_place<C::kFactorStages>(n + C::kProductStages));
+        const uint32_t stage = n % kTableStages;
+        smem.tables().wait_empty(at_chunk<kTableStages>(n + C::kProductStages));
         const int left = remaining - 2 * opaque_lane();
         float x[2], beta[2];
 #pragma unroll
@@ -160,8 +166,8 @@ __device__ __forceinline__ void gate_item(const KernelParams &params, Smem<C> &s
         if constexpr (C::kGatesNormQueries) {
             // That AUX has left chunk n - kTileStages means that its tile landed; else the parity of its phase, which this warp
             // did not wait for, would pass for that of chunk n.
-            smem.tables().wait_empty(ring_place<C::kFactorStages>(n + C::kFactorStages - kTileStages));
-            const RingState<kTileStages> tile = ring_place<kTileStages>(n);
+            smem.tables().wait_empty(at_chunk<kTableStages>(n + kTableStages - kTileStages));
+            const RingState<kTileStages> tile = at_chunk<kTileStages>(n);
             smem.tiles().wait_full(tile);
             query_norms<C>(smem.query_norm[tile.stage], ptx::shared_address(smem.q[tile.stage]));
             warp_arrive(ptx::shared_address(&smem.query_norm_ready[tile.stage]), threadIdx.x % 32);

@@ -45,31 +45,6 @@ static void launch_pass(const KernelParams &params, const TensorMaps &maps, int 
              : launch_columns<__half, 64, kPass>(params, maps, multiprocessors, narrow_columns);
 }
 
-// The kernels with checkpoints in bulk are Either's alone: params.lengths_decide says whether it is.
-template <class T>
-static void launch_checkpoints(const KernelParams &params, const TensorMaps &maps, int multiprocessors, bool narrow_columns) {
-    const bool norm = params.p.qk_l2norm;
-    if (params.g_prepared)
-        launch_fwd<Config<T, 128, 64, false, Pass::Outputs, true, true>>(params, maps, multiprocessors);
-    else if (narrow_columns)
-        norm ? launch_fwd<Config<T, 128, 64, true, Pass::Either, false, true>>(params, maps, multiprocessors)
-             : launch_fwd<Config<T, 128, 64, false, Pass::Either, false, true>>(params, maps, multiprocessors);
-    else
-        norm ? launch_fwd<Config<T, 128, 128, true, Pass::Either, false, true>>(params, maps, multiprocessors)
-             : launch_fwd<Config<T, 128, 128, false, Pass::Either, false, true>>(params, maps, multiprocessors);
-}
-
-// Outputs, or Either's half of them.
-static void launch_outputs(const KernelParams &params, const TensorMaps &maps, int multiprocessors, bool narrow_columns) {
-    if (params.bulk_checkpoints)
-        params.p.q.dtype == DType::BF16 ? launch_checkpoints<__nv_bfloat16>(params, maps, multiprocessors, narrow_columns)
-                                        : launch_checkpoints<__half>(params, maps, multiprocessors, narrow_columns);
-    else if (params.lengths_decide)
-        launch_pass<Pass::Either>(params, maps, multiprocessors, narrow_columns);
-    else
-        launch_pass<Pass::Outputs>(params, maps, multiprocessors, narrow_columns);
-}
-
 template <class T>
 static void prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
     params.p.qk_l2norm ? launch_prepare<Config<T, 128, 64, true, Pass::Outputs>>(params, maps, chunks)
@@ -106,20 +81,6 @@ static int middle_segments(const DeltaParams &p, int multiprocessors) {
 // Packed sequences of lengths that the host does not know, long enough on average for a launch more not to matter.
 static bool lengths_decide(const DeltaParams &p) {
     return p.K == 128 && p.cu_seqlens && p.N > 1 && p.N <= kMaxSorted && p.T >= 2048 * p.N;
-}
-
-// Checkpoints as tiles of rows of V or of K, whichever is contiguous: [C][rows][HV][columns], and can TMA store them?
-static Tensor checkpoint_tiles(const DeltaParams &p) {
-    Tensor t = p.checkpoints;
-    const int columns = t.stride[3] == 1 ? 3 : 2;
-    t.stride[1] = p.checkpoints.stride[5 - columns], t.stride[2] = p.checkpoints.stride[1];
-    t.stride[3] = p.checkpoints.stride[columns];
-    return t;
-}
-
-static bool bulk_checkpoints(const DeltaParams &p) {
-    return p.checkpoint_every && p.K == 128 && p.C >= 1 && p.C <= INT32_MAX / 2 &&
-           tma_fits(checkpoint_tiles(p), p.C, 128, p.HV);
 }
 
 // Workspace: states and transitions of the segments, then the length of a segment.
@@ -164,9 +125,9 @@ uint64_t gdn_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
 void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     using namespace gdn;
     DeviceGuard guard(p.device);
-    TensorMaps maps = {make_tile_map("q", p.q, p.B, p.T, p.H, p.K, kChunk), make_tile_map("k", p.k, p.B, p.T, p.H, p.K, kChunk),
-                       make_tile_map("v", p.v, p.B, p.T, p.HV, p.V, kChunk),
-                       make_tile_map("o", p.o, p.B, p.T, p.HV, p.V, kChunk), CUtensorMap{}};
+    const TensorMaps maps = {
+        make_tile_map("q", p.q, p.B, p.T, p.H, p.K, kChunk), make_tile_map("k", p.k, p.B, p.T, p.H, p.K, kChunk),
+        make_tile_map("v", p.v, p.B, p.T, p.HV, p.V, kChunk), make_tile_map("o", p.o, p.B, p.T, p.HV, p.V, kChunk)};
     KernelParams params = {p,
                            middle_segments(p, multiprocessors),
                            Part::Whole,
@@ -175,10 +136,6 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
                            static_cast<float>(p.scale),
                            static_cast<float>(p.lower_bound),
                            multiprocessors};
-    params.bulk_checkpoints = bulk_checkpoints(p);
-    if (params.bulk_checkpoints)
-        maps.checkpoints = make_tile_map("checkpoints", checkpoint_tiles(p), p.C, 128, p.HV, 128, 64,
-                                         p.checkpoints.dtype == DType::F32 ? 32 : 64);
     char *workspace = p.workspace.data + (-reinterpret_cast<uintptr_t>(p.workspace.data) & 127);
     if (const int64_t chunks = prepared_chunks(p, params.middles)) {
         params.g_prepared = reinterpret_cast<Prepared *>(workspace);
@@ -191,15 +148,18 @@ void launch_gdn_fwd_chunked(const DeltaParams &p, int multiprocessors) {
         params.g_segments = reinterpret_cast<float *>(workspace);
         params.g_segment_tokens = reinterpret_cast<int *>(workspace + segment_bytes(p, params.middles));
         params.part = Part::First;
-        launch_outputs(params, maps, multiprocessors, true);
+        launch_pass<Pass::Outputs>(params, maps, multiprocessors, true);
         launch_pass<Pass::Transition>(params, maps, multiprocessors, false);
         p.K == 128 ? launch_join<128>(params) : launch_join<64>(params);
         params.part = Part::Later;
     }
     const bool halves = narrow(p, multiprocessors);
-    params.lengths_decide = !halves && params.middles == 0 && lengths_decide(p);
-    launch_outputs(params, maps, multiprocessors, halves);
-    if (params.lengths_decide) launch_outputs(params, maps, multiprocessors, true);
+    if (!halves && params.middles == 0 && lengths_decide(p)) {
+        launch_pass<Pass::Either>(params, maps, multiprocessors, false);
+        launch_pass<Pass::Either>(params, maps, multiprocessors, true);
+    } else {
+        launch_pass<Pass::Outputs>(params, maps, multiprocessors, halves);
+    }
 }
 
 }  // namespace linattn::cuda

@@ -7,7 +7,6 @@
 // (state.cuh), 64 columns of V each; the last one or two are AUX (aux.cuh). Roles meet at mbarriers only:
 //   tiles (K, Q): load -> AUX, gates where they norm q; tables: gates -> AUX; products (A^, P): AUX -> state, which may then read
 //   tile and table as well; values (V): load -> state; output_ready: state -> store, which gives the values' stage back.
-// Checkpoints that leave in bulk hold tiles and stages of V for a while: checkpoints.cuh.
 // Where A^, P and tables were prepared (prepare.cuh) they come with K and Q, and AUX and the gates' warps have no work.
 // Registers per thread at 128 columns: 24 + 2 x 208 + 72 = 512 = 65536 / 128. Shared memory: see Smem, 224 KB at K = V = 128,
 // 228 KB with 64 columns.
@@ -30,7 +29,7 @@ __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
     constexpr uint32_t kAuxWarps = 4 * kWarp;                                      // of the group that has the chunk
     constexpr uint32_t kHelpers = (C::kPrepared ? 0 : 2) + (C::kOutputs ? 1 : 0);  // gate warps, store warp
     smem.item_ring().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + kHelpers * kWarp);
-    smem.tiles().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps + (C::kBulkCheckpoints ? kWarp : 0));
+    smem.tiles().init(kWarp, kStateWarps + C::kAuxGroups * kAuxWarps);
     smem.values().init(kWarp, C::kOutputs ? kWarp : kStateWarps);
     if constexpr (C::kPrepared) {
         smem.seconds().init(kWarp, kStateWarps);
@@ -38,12 +37,8 @@ __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
         smem.tables().init(kWarp, kAuxWarps);
         smem.products().init(kAuxWarps, kStateWarps);
     }
-    for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
+    for (int i = 0; i < kValueStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.output_ready[i]), kStateWarps);
     for (int i = 0; i < kTileStages; i++) ptx::mbarrier_init(ptx::shared_address(&smem.query_norm_ready[i]), kWarp);
-    if constexpr (C::kBulkCheckpoints) smem.next_checkpoint->count = 0;
-    if constexpr (C::kBulkCheckpoints)
-        for (auto &written : smem.checkpoint_written) ptx::mbarrier_init(ptx::shared_address(&written), 4 * kWarp);
-    if constexpr (C::kCheckpointsInValues) ptx::mbarrier_init(ptx::shared_address(smem.queries_read), 4 * kWarp);
     ptx::mbarrier_init(ptx::shared_address(&smem.tail_landed), 2);
     for (int i = 0; i < C::kAuxGroups; i++) ptx::mbarrier_init(ptx::shared_address(&smem.inverse_ready[i]), kAuxWarps);
 #ifdef LINATTN_EVERY_LANE_ARRIVES
@@ -63,8 +58,7 @@ __device__ __forceinline__ void plan(const KernelParams &params, Smem<C> &smem) 
         else if (!C::kOutputs || params.part == Part::First)
             segment_tokens = choose_segment_tokens(params);
         bool others = false;
-        if constexpr (C::kEither)
-            if (!C::kBulkCheckpoints || params.lengths_decide) others = halves_are_faster(params) != (C::kStateGroups == 1);
+        if constexpr (C::kEither) others = halves_are_faster(params) != (C::kStateGroups == 1);
         if (threadIdx.x == 0) {
             if (C::kOutputs && params.part == Part::First && blockIdx.x == 0) *params.g_segment_tokens = segment_tokens;
             smem.segment_tokens = segment_tokens;
@@ -93,7 +87,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     gdn_fwd_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ CUtensorMap map_q,
                    const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-                   const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_checkpoints) {
+                   const __grid_constant__ CUtensorMap map_o) {
     extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
     // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
@@ -104,7 +98,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (threadIdx.x == 32) {
         ptx::prefetch_tensormap(&map_k);
         if constexpr (C::kOutputs) ptx::prefetch_tensormap(&map_q), ptx::prefetch_tensormap(&map_o);
-        if constexpr (C::kBulkCheckpoints) ptx::prefetch_tensormap(&map_checkpoints);
         ptx::prefetch_tensormap(&map_v);
     }
     // Blocks above the diagonal of A^ and P stay zero for good.
@@ -132,7 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                 load<C>(params, &map_q, &map_k, &map_v, smem);
         } else if (warp == 2) {
             if constexpr (C::kOutputs)
-                store_outputs<C>(params, &map_o, &map_checkpoints, smem);
+                store_outputs<C>(params, &map_o, smem);
             else
                 ptx::griddepcontrol_wait();
         } else if constexpr (!C::kPrepared)
@@ -163,9 +156,8 @@ void launch_fwd(const KernelParams &params, const TensorMaps &maps, int multipro
     static_assert(sizeof(Smem<C>) <= 232448, "shared memory of a CTA");
     config.smem_bytes = sizeof(Smem<C>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
-    config.programmatic = !C::kOutputs || params.part == Part::Later ||
-                          (C::kEither && C::kStateGroups == 1 && params.lengths_decide) || C::kPrepared;
-    launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o, maps.checkpoints);
+    config.programmatic = !C::kOutputs || params.part == Part::Later || (C::kEither && C::kStateGroups == 1) || C::kPrepared;
+    launch("gdn_fwd_kernel", gdn_fwd_kernel<C>, config, params, maps.q, maps.k, maps.v, maps.o);
 }
 
 }  // namespace linattn::cuda::gdn

@@ -19,8 +19,6 @@ struct KernelParams {
     Prepared *g_prepared = nullptr;  // [chunks][HV], or nothing is prepared
     int *g_precise = nullptr;        // [chunks][HV], first_precise of each
     int prepare_heads = 0;           // value heads that a CTA prepares, one after another
-    bool lengths_decide = false;     // who has the work, see Pass
-    bool bulk_checkpoints = false;   // see checkpoints.cuh
 };
 
 // Places in the workspace: every segment but the first of each sequence.
@@ -29,7 +27,7 @@ __host__ __device__ __forceinline__ int slots(const KernelParams &params) {
 }
 
 struct TensorMaps {
-    CUtensorMap q, k, v, o, checkpoints;
+    CUtensorMap q, k, v, o;
 };
 
 // In gdn_fwd.cuh, compiled for each Config in the gdn_fwd_*.cu.

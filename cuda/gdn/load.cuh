@@ -1,6 +1,5 @@
 // The load warp of gdn_fwd_kernel: finds the CTA's items, and brings K, Q and V of each chunk by TMA into the rings.
 #pragma once
-#include "checkpoints.cuh"
 #include "items.cuh"
 #include "ptx/tma.cuh"
 
@@ -31,8 +30,8 @@ template <class C>
 __device__ __forceinline__ void load(const KernelParams &params, const CUtensorMap *map_q, const CUtensorMap *map_k,
                                      const CUtensorMap *map_v, Smem<C> &smem) {
     using S = Smem<C>;
+    static_assert(kTileStages == kValueStages, "tiles and values are filled in step");
     RingState<kTileStages> place;
-    RingState<C::kValueStages> value;  // in step with it but for checkpoints
     RingState<kItemStages> slot;
     uint32_t tail_phase = 0;
     for (uint32_t round = 0; round * gridDim.x < smem.items; round++) {
@@ -45,27 +44,24 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
         if (!exists) continue;
         warp_arrive(smem.item_ring().full(slot.stage), threadIdx.x % 32);
         slot.advance();
-        if constexpr (C::kBulkCheckpoints) begin_checkpoints(params.p, *smem.next_checkpoint, item);
         const bool has_values = C::kOutputs || item.piece == 0;
         const int lane = opaque_lane(), head_qk = item.head_qk, column = C::kOutputs ? item.piece * C::kColumns : 0;
 #pragma unroll 1
         for (int at = 0; at < item.length; at += kChunk) {
             const bool tail = item.length - at < kChunk;
-            if constexpr (!C::kCheckpointsInValues) value = place;
-            const uint32_t k = ptx::shared_address(smem.k[place.stage]), v = ptx::shared_address(smem.v[value.stage]);
+            const uint32_t k = ptx::shared_address(smem.k[place.stage]), v = ptx::shared_address(smem.v[place.stage]);
             const uint32_t q = C::kOutputs ? ptx::shared_address(smem.q[place.stage]) : 0;
             const uint32_t landed = ptx::shared_address(&smem.tail_landed);
-            const uint32_t tile_full = smem.tiles().full(place.stage), value_full = smem.values().full(value.stage);
+            const uint32_t tile_full = smem.tiles().full(place.stage), value_full = smem.values().full(place.stage);
             constexpr uint32_t kTileBytes = S::Tile::kBytes * (C::kOutputs ? 2 : 1);
             smem.tiles().wait_empty(place);
-            if constexpr (C::kBulkCheckpoints) mark_checkpoint<C>(params.p, smem, item, at, place.stage);
             if (lane == 0) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : tile_full, kTileBytes);
                 load_tile<typename S::Tile>(k, map_k, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
                 if constexpr (C::kOutputs)
                     load_tile<typename S::Tile>(q, map_q, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
             }
-            smem.values().wait_empty(value);
+            smem.values().wait_empty(place);
             if (lane == 0) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : value_full, has_values ? S::Values::kBytes : 0);
                 if (has_values)
@@ -87,10 +83,6 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
                 warp_arrive(value_full, lane);
             }
             __syncwarp();
-            if constexpr (C::kCheckpointsInValues) {
-                value.advance();
-                skip_values<C>(smem, place.stage, value, lane);
-            }
             place.advance();
         }
     }

@@ -203,7 +203,7 @@ __device__ __forceinline__ void auxiliary(const KernelParams &params, Smem<C> &s
     InverseScratch &scratch = smem.inverse[group];
     const uint32_t inverse_ready = ptx::shared_address(&smem.inverse_ready[group]);
     RingState<kTileStages> tile;
-    RingState<C::kFactorStages> factors;
+    RingState<kTableStages> factors;
     RingState<C::kProductStages> product;
     bool precise_before = false;  // was the group's last chunk one of correlated keys?
     bool others = group == 0;     // is the chunk the other group's?

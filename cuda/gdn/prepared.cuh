@@ -19,7 +19,7 @@ template <class C>
 __device__ __forceinline__ void load_prepared(const KernelParams &params, const CUtensorMap *map_q, const CUtensorMap *map_k,
                                               const CUtensorMap *map_v, Smem<C> &smem) {
     using S = Smem<C>;
-    static_assert(kTileStages == C::kValueStages, "tiles and values are filled in step");
+    static_assert(kTileStages == kValueStages, "tiles and values are filled in step");
     constexpr uint32_t kProducts = S::Product::kBytes * (C::kOutputs ? 2 : 1);
     constexpr uint32_t kBytes = S::Tile::kBytes * (C::kOutputs ? 2 : 1) + kProducts + sizeof(Prepared::factors);
     RingState<kTileStages> place;
@@ -36,7 +36,6 @@ __device__ __forceinline__ void load_prepared(const KernelParams &params, const 
         if (!exists) continue;
         warp_arrive(smem.item_ring().full(slot.stage), threadIdx.x % 32);
         slot.advance();
-        if constexpr (C::kBulkCheckpoints) begin_checkpoints(params.p, *smem.next_checkpoint, item);
         const bool has_values = C::kOutputs || item.piece == 0;
         const int lane = threadIdx.x % 32, head_qk = item.head_qk, column = C::kOutputs ? item.piece * C::kColumns : 0;
         const int HV = static_cast<int>(params.p.HV), length = item.length;
@@ -53,7 +52,6 @@ __device__ __forceinline__ void load_prepared(const KernelParams &params, const 
             const uint32_t landed = ptx::shared_address(&smem.tail_landed);
             const uint32_t tile_full = smem.tiles().full(place.stage), value_full = smem.values().full(place.stage);
             smem.tiles().wait_empty(place);
-            if constexpr (C::kBulkCheckpoints) mark_checkpoint<C>(params.p, smem, item, at, place.stage);
             if (low) {
                 smem.seconds().wait_empty(second);
                 second.advance();

@@ -27,13 +27,12 @@ enum class Pass { Outputs, Transition, Either };
 // First runs beside the Transition pass, which has those between the first and the last; Later, after the join, the rest.
 enum class Part { Whole, First, Later };
 
-// Chunks in flight.
-constexpr int kTileStages = 3, kItemStages = 4;
+// Chunks in flight. Tables run further ahead: what they wait for (global memory, gate, AUX, state) is longer than four chunks.
+constexpr int kTileStages = 3, kValueStages = 3, kTableStages = 8, kItemStages = 4;
 
 // kVCols: columns of V that a CTA owns, one state warpgroup for each 64 of them. kFromWorkspace: A^, P and factors come from there
-// (prepared.cuh), with 1/|q| in them; no AUX. kCheckpointsInBulk: checkpoints leave through shared memory (checkpoints.cuh).
-template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf, bool kFromWorkspace = false,
-          bool kCheckpointsInBulk = false>
+// (prepared.cuh), with 1/|q| in them; no AUX.
+template <class Element, int kD, int kVCols, bool kL2NormInside, Pass kPassOf, bool kFromWorkspace = false>
 struct Config {
     using T = Element;
     static constexpr int D = kD, kColumns = kVCols;
@@ -53,14 +52,7 @@ struct Config {
     static constexpr int kThreads = 128 * (1 + kStateGroups + kAuxGroups);
     // Stages of A^ and P: more than there are AUX groups, see precise.cuh.
     static constexpr int kProductStages = kPrepared ? kTileStages : kAuxGroups + 1;
-    static constexpr bool kBulkCheckpoints = kCheckpointsInBulk;
-    // With two state warpgroups half of a checkpoint goes through the ring of V, which for that has a stage more.
-    static constexpr bool kCheckpointsInValues = kBulkCheckpoints && kStateGroups == 2;
-    static constexpr int kValueStages = kTileStages + (kCheckpointsInValues ? 1 : 0);
-    static constexpr int kCheckpointPieces = kCheckpointsInValues ? 4 : 1;
-    // Tables run further ahead: what they wait for (global memory, gate, AUX, state) is longer than four chunks. With a stage of V
-    // more there is not the room.
-    static constexpr int kFactorStages = kPrepared ? kTileStages : kCheckpointsInValues ? 4 : 8;
+    static constexpr int kFactorStages = kPrepared ? kTileStages : kTableStages;
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     // Registers: the launch gives every thread 65536 / threads on the SM; the roles share that sum out anew.
     static constexpr bool kShareRegisters = kLaunchRegisters < 256;
@@ -71,7 +63,6 @@ struct Config {
                                           kThreads / 128 * kLaunchRegisters);
     static_assert(D == 64 || D == 128, "K = V = 64 or 128");
     static_assert(kColumns == 64 || (kColumns == 128 && D == 128), "V is cut into pieces of 64 or 128 columns");
-    static_assert(!kBulkCheckpoints || (kOutputs && D == 128), "checkpoints in bulk: K = V = 128");
 };
 
 // Row factors of one chunk, in floats from the start of the table. G is the inclusive sum of log2 decays, ref(i) the first
@@ -97,12 +88,6 @@ constexpr int kFloats = kChunkDecay + 4, kFloatsL2Norm = kNormK + 64;
 // Place of token j in a column table.
 __device__ __forceinline__ int column_order(int j) { return (j & ~15) + 4 * ((j & 7) >> 1) + 2 * ((j & 15) >> 3) + (j & 1); }
 }  // namespace table
-
-// The place of the CTA's n-th entry in a ring.
-template <int kStages>
-__device__ __forceinline__ RingState<kStages> ring_place(uint32_t n) {
-    return {static_cast<int>(n % kStages), n / kStages & 1};
-}
 
 // Up to so many sequences are taken in the order of their lengths.
 constexpr int kMaxSorted = 256;
@@ -131,14 +116,6 @@ struct Item {
     __device__ __forceinline__ int chunks() const { return (length + kChunk - 1) / kChunk; }
 };
 
-// What the load warp remembers of the checkpoints, for want of registers.
-struct NextCheckpoint {
-    int at, number;  // of the item: first token of the chunk before it; of the sequence
-    int before;      // of the sequences before
-    int final_row;   // of the final state, if it goes to the same array, or -1
-    int count;       // of those that the CTA had, stored ones only
-};
-
 template <class C>
 struct alignas(1024) Smem {
     using Tile = SmemTile<kChunk, C::D, ptx::Swizzle::B128>;           // K, Q: tokens x K
@@ -146,7 +123,7 @@ struct alignas(1024) Smem {
     using Product = SmemTile<kChunk, kChunk, ptx::Swizzle::B128>;      // A^, P: tokens x tokens
     uint8_t k[kTileStages][Tile::kBytes];
     uint8_t q[C::kOutputs ? kTileStages : 0][Tile::kBytes];
-    uint8_t v[C::kValueStages][Values::kBytes];
+    uint8_t v[kValueStages][Values::kBytes];
     uint8_t a[C::kProductStages][Product::kBytes];
     uint8_t p[C::kOutputs ? C::kProductStages : 0][Product::kBytes];
     uint8_t second[C::kPrepared ? 2 : 0][Product::kBytes];  // second terms of A^ and P
@@ -158,24 +135,18 @@ struct alignas(1024) Smem {
     int segment_tokens;
     int lengths[kMaxSorted];     // of the sequences, to order them by
     uint16_t order[kMaxSorted];  // the sequences, the longest first
-    uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * C::kValueStages], table_barriers[2 * C::kFactorStages],
+    uint64_t tile_barriers[2 * kTileStages], value_barriers[2 * kValueStages], table_barriers[2 * C::kFactorStages],
         product_barriers[2 * C::kProductStages], item_barriers[2 * kItemStages];
-    uint64_t output_ready[kTileStages];  // O of a chunk lies where its V was; in step with the tiles
+    uint64_t output_ready[kValueStages];  // O of a chunk lies where its V was
     uint64_t query_norm_ready[kTileStages];
     uint64_t second_barriers[C::kPrepared ? 2 : 0];
     uint64_t tail_landed;                   // the last, short chunk of a sequence, before its rows past the end are cleared
     uint64_t inverse_ready[C::kAuxGroups];  // diagonal blocks and M of a chunk are in place
     uint64_t group_meets[kWarpArrivals == 32 ? C::kAuxGroups : 0];
-    // See checkpoints.cuh. Is there one after the tile's chunk; what comes next; a state warpgroup's columns, or half of them, lie in
-    // their place; state warpgroup 1 has read the queries.
-    int checkpoint[C::kBulkCheckpoints ? kTileStages : 0];
-    NextCheckpoint next_checkpoint[C::kBulkCheckpoints ? 1 : 0];
-    uint64_t checkpoint_written[C::kBulkCheckpoints ? C::kCheckpointPieces : 0];
-    uint64_t queries_read[C::kCheckpointsInValues ? 1 : 0];
 
     __device__ Ring<kItemStages> item_ring() { return {ptx::shared_address(item_barriers)}; }
-    __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }        // K and Q
-    __device__ Ring<C::kValueStages> values() { return {ptx::shared_address(value_barriers)}; }  // V
+    __device__ Ring<kTileStages> tiles() { return {ptx::shared_address(tile_barriers)}; }     // K and Q
+    __device__ Ring<kValueStages> values() { return {ptx::shared_address(value_barriers)}; }  // V
     __device__ Ring<1> seconds() { return {ptx::shared_address(second_barriers)}; }
     __device__ Ring<C::kFactorStages> tables() { return {ptx::shared_address(table_barriers)}; }
     __device__ Ring<C::kProductStages> products() { return {ptx::shared_address(product_barriers)}; }  // A^ and P

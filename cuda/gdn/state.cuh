@@ -14,7 +14,6 @@
 #pragma once
 #include <type_traits>
 
-#include "checkpoints.cuh"
 #include "common/fragments.cuh"
 #include "items.cuh"
 #include "ptx/math.cuh"
@@ -38,13 +37,9 @@ struct StateLoop {
     using T = typename C::T;
     Smem<C> &smem;
     RingState<kTileStages> tile;
-    RingState<C::kValueStages> value;
+    RingState<kValueStages> value;
     RingState<C::kFactorStages> factors;
     RingState<C::kProductStages> product;
-    int checkpoint = -1;  // Smem::checkpoint of the chunk computed last
-    // Where checkpoints lie between the V of chunks: chunks and entries of V's ring so far, which take fewer registers than the places
-    // that begin() reckons from them.
-    uint32_t chunks = 0, entries = 0;
 
     __device__ __forceinline__ uint32_t product_low(const uint8_t *tile, int row) const {
         return S::Product::k_major_low(ptx::shared_address(tile), row, 0);
@@ -116,7 +111,7 @@ struct StateLoop {
             ptx::stmatrix_x4_trans(v + i * 2048, r);
         }
         ptx::fence_proxy_async_shared_cta();
-        warp_arrive(ptx::shared_address(&smem.output_ready[C::kBulkCheckpoints ? tile.stage : value.stage]), lane);
+        warp_arrive(ptx::shared_address(&smem.output_ready[value.stage]), lane);
     }
 
     __device__ __forceinline__ void finish(int lane) {
@@ -128,11 +123,7 @@ struct StateLoop {
                 ptx::mbarrier_arrive(smem.values().empty(value.stage));
             }
         }
-        tile.advance();
-        if constexpr (C::kCheckpointsInValues)
-            chunks++, entries++;
-        else
-            value.advance(), factors.advance(), product.advance();
+        tile.advance(), value.advance(), factors.advance(), product.advance();
     }
 
     __device__ __forceinline__ static void wait_for_turn() {
@@ -146,11 +137,7 @@ struct StateLoop {
 
     // Waits for A^ and P (AUX waited for K, Q and the table, or all come together); chunk_decay: 2^G_last. The result is the first token that needs two
     // terms, or kChunk.
-    __device__ __forceinline__ int begin(float &chunk_decay) {
-        if constexpr (C::kCheckpointsInValues) {
-            value = ring_place<C::kValueStages>(entries);
-            factors = ring_place<C::kFactorStages>(chunks), product = ring_place<C::kProductStages>(chunks);
-        }
+    __device__ __forceinline__ int begin(float &chunk_decay) const {
         if constexpr (C::kPrepared)
             smem.tiles().wait_full(tile);
         else
@@ -159,23 +146,6 @@ struct StateLoop {
         const float2 decay_first = ptx::ld_shared_v2_f32(t + 4 * table::kChunkDecay);  // and kFirstPrecise
         chunk_decay = decay_first.x;
         return __float_as_int(decay_first.y);
-    }
-
-    // Is there a checkpoint after the chunk?
-    __device__ __forceinline__ int tile_checkpoint() const {
-        return static_cast<int>(ptx::ld_shared_u32(ptx::shared_address(&smem.checkpoint[tile.stage])));
-    }
-
-    // By warpgroup 1 before a checkpoint: half of warpgroup 0's S goes to where Q is.
-    __device__ __forceinline__ void tell_queries_read(int code, int lane) const {
-        if (code >= 0 && state_group() == 1) warp_arrive(ptx::shared_address(smem.queries_read), lane);
-    }
-
-    // S to where the store warp takes it from.
-    __device__ __forceinline__ void store_checkpoint(const float (&s)[C::D / 2], const Tensor &checkpoints) {
-        write_checkpoint<C>(smem, s, checkpoints, checkpoint, (tile.stage == 0 ? kTileStages : tile.stage) - 1, state_group(),
-                            entries);
-        entries += 2;
     }
 
     // S while a chunk of correlated keys is computed. In local memory at K = 128: else ptxas, short of registers there, keeps S
@@ -232,11 +202,8 @@ struct StateLoop {
         issue<T, ptx::Major::K, typename S::Product>(
             x, fu, S::Product::k_major_low(ptx::shared_address(smem.a[product.stage]), 0, 0), true);
         if constexpr (C::kOutputs) {
-            int code = -1;
-            if constexpr (C::kCheckpointsInValues) code = tile_checkpoint();
             ptx::wgmma_wait_group<1>();
             ptx::register_fence(o);
-            if constexpr (C::kCheckpointsInValues) tell_queries_read(code, lane);
             scale_outputs(o, t);
         }
         // Without AUX in the kernel ptxas would wait for K S and Q S before the place above.
@@ -281,7 +248,6 @@ struct StateLoop {
             ptx::register_fence(o);
             store_outputs(o, v, lane);
         }
-        if constexpr (C::kBulkCheckpoints) checkpoint = tile_checkpoint();
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(s);
         finish(lane);
@@ -472,8 +438,6 @@ struct StateLoop {
         ptx::register_fence(s), register_fence(b0), register_fence(b1);
         issue<T, ptx::Major::MN, typename S::Tile>(s, b0, S::Tile::mn_major_low(k, 0, 0), true);
         issue<T, ptx::Major::MN, typename S::Tile>(s, b1, S::Tile::mn_major_low(k, 0, 0), true);
-        if constexpr (C::kBulkCheckpoints) checkpoint = tile_checkpoint();
-        if constexpr (C::kCheckpointsInValues) tell_queries_read(checkpoint, lane);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(s);
         finish(lane);
@@ -508,7 +472,6 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
         int left = item.length;
-        loop.checkpoint = -1;
         Checkpoints<C> checkpoints(p, item);
         while (true) {
             // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
@@ -516,9 +479,7 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
             int first = kChunk;
 #pragma unroll 1
             for (; true; left -= kChunk) {
-                if constexpr (C::kBulkCheckpoints) {
-                    if (loop.checkpoint >= 0) loop.store_checkpoint(s, p.checkpoints);
-                } else if constexpr (C::kOutputs) {
+                if constexpr (C::kOutputs) {
                     const int number = checkpoints.number(p, item, left);
                     if (number >= 0) {
                         const int64_t to = checkpoint_row(p, item.sequence, number);

@@ -1,6 +1,5 @@
 // The store warp of gdn_fwd_kernel: O of each chunk from where V was to global memory, and the rows of o that nobody computes.
 #pragma once
-#include "checkpoints.cuh"
 #include "items.cuh"
 #include "ptx/tma.cuh"
 
@@ -38,11 +37,9 @@ __device__ __forceinline__ void clear_tail(const DeltaParams &p) {
 
 // A whole chunk goes by TMA; the rows of a short one by this warp, because the rows after it are another sequence's.
 template <class C>
-__device__ __forceinline__ void store_outputs(const KernelParams &params, const CUtensorMap *map_o,
-                                              const CUtensorMap *map_checkpoints, Smem<C> &smem) {
+__device__ __forceinline__ void store_outputs(const KernelParams &params, const CUtensorMap *map_o, Smem<C> &smem) {
     using Values = typename Smem<C>::Values;
-    RingState<C::kValueStages> value;
-    RingState<kTileStages> chunk;  // in step with it but for checkpoints
+    RingState<kValueStages> value;
     ItemReader<C> items{smem};
     while (true) {
         const Item &item = items.next();
@@ -50,41 +47,16 @@ __device__ __forceinline__ void store_outputs(const KernelParams &params, const 
 #pragma unroll 1
         for (int at = 0; at < item.length; at += kChunk) {
             const uint32_t tile = ptx::shared_address(smem.v[value.stage]);
-            const auto wait = [&] {
-                if constexpr (C::kBulkCheckpoints)
-                    ptx::mbarrier_wait_parity(ptx::shared_address(&smem.output_ready[chunk.stage]), chunk.phase);
-                else
-                    ptx::mbarrier_wait_parity(ptx::shared_address(&smem.output_ready[value.stage]), value.phase);
-            };
-            const auto store = [&] {  // by one lane
+            ptx::mbarrier_wait_parity(ptx::shared_address(&smem.output_ready[value.stage]), value.phase);
+            if (item.length - at < kChunk) {
+                store_rows<C>(params, item, item.bos + at, item.length - at, tile);
+            } else if (threadIdx.x % 32 == 0) {
 #pragma unroll
                 for (int panel = 0; panel < Values::kPanels; panel++)
                     ptx::cp_async_bulk_tensor_4d_store(map_o, tile + panel * Values::kPanelStrideBytes,
                                                        item.piece * C::kColumns + 64 * panel, item.head, item.bos + at,
                                                        item.batch);
                 ptx::cp_async_bulk_commit_group();
-            };
-            if constexpr (C::kBulkCheckpoints) {
-                smem.tiles().wait_full(chunk);
-                const int code = smem.checkpoint[chunk.stage];
-                if (code >= 0) {
-                    store_with_checkpoint<C>(params, map_checkpoints, smem, item, code, chunk, value, [&] {
-                        wait();
-                        if (threadIdx.x % 32 == 0) store();
-                    });
-                    chunk.advance(), value.advance();
-                    continue;
-                }
-            }
-            wait();
-            if constexpr (C::kBulkCheckpoints) {
-                warp_arrive(smem.tiles().empty(chunk.stage), threadIdx.x % 32);
-                chunk.advance();
-            }
-            if (item.length - at < kChunk) {
-                store_rows<C>(params, item, item.bos + at, item.length - at, tile);
-            } else if (threadIdx.x % 32 == 0) {
-                store();
                 ptx::cp_async_bulk_wait_group_read<0>();
             }
             warp_arrive(smem.values().empty(value.stage), threadIdx.x % 32);

@@ -20,8 +20,11 @@ template <int D>
 struct alignas(1024) PrepSmem {
     uint8_t start[Pair<D>::kBytes];  // k and q, then K~ and Q~ in their places: as in Operands
     union {
-        uint8_t g[kChunk * D * 4];  // as given, fp32 or 2 bytes
-        float l[kChunk * kPitch];   // L below the diagonal, when they have been used
+        uint8_t g[kChunk * D * 4];     // as given, fp32 or 2 bytes
+        struct {                       // when they have been used
+            float l[kChunk * kPitch];  // L below the diagonal
+            float y[16 * 16];
+        };
     };
     uint8_t a[Square::kBytes];
     Factors<D> factors;

@@ -167,15 +167,12 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     if (w == 1) find_precise(smem, lane);
     __syncthreads();
     const bool precise = smem.factors.first_precise < kChunk;
-    constexpr int kUsed = (offsetof(Factors<D>, first_precise) + sizeof(int) + 15) / 16, kFirst = 64;
-    static_assert(kFirst + kUsed <= 32 * kPrepWarps, "16 bytes of the factors a thread of the last warps");
-    if (w == 0)
-        lower_left<T>(to, precise, smem);
-    else
-        store_diagonal_blocks<T>(to, precise, smem, thread - 32);
-    if (thread >= kFirst && thread < kFirst + kUsed)
-        reinterpret_cast<uint4 *>(&to.factors)[thread - kFirst] =
-            reinterpret_cast<const uint4 *>(&smem.factors)[thread - kFirst];
+    lower_left_first<T>(to, precise, smem, thread);
+    __syncthreads();
+    lower_left_second<T>(to, precise, smem, thread);
+    constexpr int kUsed = offsetof(Factors<D>, first_precise) + sizeof(int);
+    if (thread < (kUsed + 15) / 16)
+        reinterpret_cast<uint4 *>(&to.factors)[thread] = reinterpret_cast<const uint4 *>(&smem.factors)[thread];
     if (thread == 0) {
         params.g_precise[item] = smem.factors.first_precise;
         ptx::cp_async_bulk_wait_group_read<0>();

@@ -2,11 +2,10 @@
 // up to its last rounding.
 //
 // The two diagonal blocks of 16 are solved by forward substitution, a column a lane; the block below is -T11 (L10 T00), two
-// products of one warp.
+// plain products spread over all threads.
 #pragma once
 #include "common/fragments.cuh"
 #include "gates.cuh"
-#include "ptx/mma.cuh"
 
 namespace linattn::cuda::kda {
 
@@ -208,57 +207,40 @@ __device__ __forceinline__ void invert_diagonal(PrepSmem<D> &smem, int lane) {
     for (int r = 0; r < 16; r++) smem.t[(first + r) * kPitch + first + column] = x[r];
 }
 
-// sum += left right, in tf32 with second terms: two bits less than fp32.
-__device__ __forceinline__ void add_product(float (&sum)[4], const float (&left)[4], float right0, float right1) {
-    uint32_t high[4], low[4];
+// Rows r, r + 16 / kRows .. (of 0-15) of X times column c of Y: X from row r on, kPitch floats a row; Y from column c on, kYPitch.
+template <int kYPitch, int kRows>
+__device__ __forceinline__ void dot16(float (&result)[kRows], const float *s_x, const float *s_y) {
+    float sum[kRows][2] = {}, y[16];
+    float4 x[kRows][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) high[i] = __float_as_uint(left[i]), low[i] = __float_as_uint(beyond_tf32(left[i]));
-    ptx::mma_m16n8k8_tf32(sum, low, __float_as_uint(right0), __float_as_uint(right1));
-    ptx::mma_m16n8k8_tf32(sum, high, __float_as_uint(beyond_tf32(right0)), __float_as_uint(beyond_tf32(right1)));
-    ptx::mma_m16n8k8_tf32(sum, high, __float_as_uint(right0), __float_as_uint(right1));
+    for (int s = 0; s < 16; s++) y[s] = s_y[s * kYPitch];
+#pragma unroll
+    for (int i = 0; i < kRows; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[i][j] = ld4(s_x + 16 / kRows * i * kPitch + 4 * j);
+#pragma unroll
+    for (int s = 0; s < 16; s += 4)
+#pragma unroll
+        for (int i = 0; i < kRows; i++) {
+            const float4 v = x[i][s / 4];
+            sum[i][0] = fmaf(v.x, y[s], sum[i][0]), sum[i][1] = fmaf(v.y, y[s + 1], sum[i][1]);
+            sum[i][0] = fmaf(v.z, y[s + 2], sum[i][0]), sum[i][1] = fmaf(v.w, y[s + 3], sum[i][1]);
+        }
+#pragma unroll
+    for (int i = 0; i < kRows; i++) result[i] = sum[i][0] + sum[i][1];
 }
 
-// T10 = -T11 Y with Y = L10 T00, by one warp. Y^T is computed, whose accumulators are the right operands of the other product:
-// along both sums elements 2 q and 2 q + 1 are in the places q and q + 4.
+// y = L10 T00, and the diagonal blocks and the block above them to T^.
 template <class T, int D>
-__device__ __forceinline__ void lower_left(Operands<D> &g_to, bool precise, const PrepSmem<D> &smem) {
-    const uint32_t lane = opaque_lane(), g = lane / 4, q = lane % 4;
-    float y[2][4] = {}, x[2][4] = {};  // rows and columns: g, g + 8 of T00's columns, L10's rows 8 n + 2 q ..; of T10
+__device__ __forceinline__ void lower_left_first(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
+    constexpr int kRows = kOwnPieces;
+    const int r = thread / 16, c = thread % 16;
+    float y[kRows];
+    dot16<kPitch>(y, &smem.l[(16 + r) * kPitch], &smem.t[c]);
 #pragma unroll
-    for (int step = 0; step < 2; step++) {
-        const float *s_t = &smem.t[(8 * step + 2 * q) * kPitch + g];
-        const float left[4] = {s_t[0], s_t[8], s_t[kPitch], s_t[kPitch + 8]};
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const float2 l = *reinterpret_cast<const float2 *>(&smem.l[(16 + 8 * n + g) * kPitch + 8 * step + 2 * q]);
-            add_product(y[n], left, l.x, l.y);
-        }
-    }
-#pragma unroll
-    for (int step = 0; step < 2; step++) {
-        const float *s_t = &smem.t[(16 + g) * kPitch + 16 + 8 * step + 2 * q];
-        const float2 upper = *reinterpret_cast<const float2 *>(s_t);
-        const float2 lower = *reinterpret_cast<const float2 *>(s_t + 8 * kPitch);
-        const float left[4] = {upper.x, lower.x, upper.y, lower.y};
-#pragma unroll
-        for (int n = 0; n < 2; n++) add_product(x[n], left, y[step][2 * n], y[step][2 * n + 1]);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float a = -x[n][2 * r], b = -x[n][2 * r + 1];
-            const uint32_t high = ptx::cvt_rn_x2<T>(a, b), at = Square::offset(16 + g + 8 * r, 8 * n + 2 * q);
-            *reinterpret_cast<uint32_t *>(g_to.t + at) = high;
-            const float2 rounded = unpack(T(), high);
-            if (precise) *reinterpret_cast<uint32_t *>(g_to.t_low + at) = ptx::cvt_rn_x2<T>(a - rounded.x, b - rounded.y);
-        }
-}
-
-// The diagonal blocks, without the diagonal, and the block above them to T^: eight numbers of a row each for 96 threads.
-template <class T, int D>
-__device__ __forceinline__ void store_diagonal_blocks(Operands<D> &g_to, bool precise, const PrepSmem<D> &smem, int piece) {
-    const int row = piece < 64 ? piece / 4 : piece / 2 - 16, column = 8 * (piece < 64 ? piece % 4 : 2 + piece % 2);
+    for (int i = 0; i < kRows; i++) smem.y[(r + 16 / kRows * i) * 16 + c] = y[i];
+    const int row = thread / 4, column = 8 * (thread % 4);
+    if (row >= 16 && column < 16) return;
     float x[8] = {};
     if (column < 16 || row >= 16) {
         ld8(x, &smem.t[row * kPitch + column]);
@@ -268,6 +250,24 @@ __device__ __forceinline__ void store_diagonal_blocks(Operands<D> &g_to, bool pr
     const uint32_t at = Square::offset(row, column);
     put8<T>(g_to.t + at, x);
     if (precise) put8_low<T>(g_to.t_low + at, x);
+}
+
+template <class T, int D>
+__device__ __forceinline__ void lower_left_second(Operands<D> &g_to, bool precise, PrepSmem<D> &smem, int thread) {
+    constexpr int kRows = kOwnPieces;
+    const int r = thread / 16, c = thread % 16;
+    float product[kRows];
+    dot16<16>(product, &smem.t[(16 + r) * kPitch + 16], &smem.y[c]);
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+        const int row = 16 + r + 16 / kRows * i;
+        const float x = -product[i];
+        const uint32_t high = ptx::cvt_rn_x2<T>(x, 0.0f), at = Square::offset(row, c);
+        *reinterpret_cast<uint16_t *>(g_to.t + at) = static_cast<uint16_t>(high);
+        if (precise)
+            *reinterpret_cast<uint16_t *>(g_to.t_low + at) =
+                static_cast<uint16_t>(ptx::cvt_rn_x2<T>(x - unpack(T(), high).x, 0.0f));
+    }
 }
 
 }  // namespace linattn::cuda::kda
