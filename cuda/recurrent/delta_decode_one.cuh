@@ -88,9 +88,17 @@ struct Options {
         kWriteWide
     };
 };
+// Of two bits, a test each: comparisons of one number would become a table of jumps, and that is one more line of constants to
+// wait for from cold memory.
+struct GateChoice {
+    uint32_t bits;
+    __device__ __forceinline__ bool operator==(Gate gate) const {
+        return gate == Gate::None ? !(bits & 3) : bits & static_cast<uint32_t>(gate);
+    }
+};
 struct Choices {
     Known q, g, beta, A_log, dt_bias;
-    Gate gate;
+    GateChoice gate;
     BetaForm beta_form;
     bool qk_l2norm;
     float lower_bound;
@@ -100,7 +108,7 @@ struct Choices {
           beta(dtype(o, Options::kBeta)),
           A_log(dtype(o, Options::kALog)),
           dt_bias(dtype(o, Options::kBias)),
-          gate(static_cast<Gate>(o.bits >> Options::kGate & 3)),
+          gate{o.bits >> Options::kGate},
           beta_form(static_cast<BetaForm>(o.bits >> Options::kBetaForm & 3)),
           qk_l2norm(o.bits >> Options::kNorm & 1),
           lower_bound(bound) {}
@@ -250,7 +258,7 @@ struct Token {
         for (int i = 0; i < C::kGates; ++i) {
             int element = C::kKda ? gate() + i * C::kGateThreads : 0;
             raw[i] = c.g.load(g, element);
-            if (c.dt_bias) raw[C::kGates + i] = c.dt_bias.load(bias, element);
+            if (p.dt_bias.data) raw[C::kGates + i] = c.dt_bias.load(bias, element);  // no table of jumps, see GateChoice
         }
         if (c.A_log) raw[2 * C::kGates] = c.A_log.load(p.A_log.at(head));
     }
