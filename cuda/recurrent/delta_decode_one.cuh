@@ -71,6 +71,12 @@ struct Known {
                                    : reinterpret_cast<const uint16_t *>(at)[element];
     }
 };
+// As float_of of any tensor: selected, not branched to, for what follows waits for it and a branch is 20 cycles.
+__device__ __forceinline__ float float_of(const Known &t, uint32_t bits) {
+    float half = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+    float other = __uint_as_float(t.dtype == DType::BF16 ? bits << 16 : bits);
+    return t.dtype == DType::F16 ? half : other;
+}
 
 // The options of a call, in one word.
 struct Options {
@@ -81,21 +87,24 @@ struct Options {
         kBeta = 6,
         kALog = 9,
         kBias = 12,
-        kGate = 15,
-        kBetaForm = 17,
-        kNorm = 19,
+        kBetaForm = 15,
+        kNorm = 17,
         kReadWide,
-        kWriteWide
+        kWriteWide,
+        kGate = 30
     };
 };
-// Of two bits, a test each: comparisons of one number would become a table of jumps, and that is one more line of constants to
-// wait for from cold memory.
+// In the two highest bits of a word. Comparisons of one number with three would become a table of jumps, and that is one more line
+// of constants to wait for from cold memory.
 struct GateChoice {
     uint32_t bits;
     __device__ __forceinline__ bool operator==(Gate gate) const {
-        return gate == Gate::None ? !(bits & 3) : bits & static_cast<uint32_t>(gate);
+        return gate == Gate::None      ? bits < 1u << 30
+               : gate == Gate::Bounded ? static_cast<int32_t>(bits) < 0
+                                       : (bits >> 30 & 1) != 0;
     }
 };
+static_assert(static_cast<int>(Gate::Softplus) == 1 && static_cast<int>(Gate::Bounded) == 2, "as GateChoice tests them");
 struct Choices {
     Known q, g, beta, A_log, dt_bias;
     GateChoice gate;
@@ -108,7 +117,7 @@ struct Choices {
           beta(dtype(o, Options::kBeta)),
           A_log(dtype(o, Options::kALog)),
           dt_bias(dtype(o, Options::kBias)),
-          gate{o.bits >> Options::kGate},
+          gate{o.bits},
           beta_form(static_cast<BetaForm>(o.bits >> Options::kBetaForm & 3)),
           qk_l2norm(o.bits >> Options::kNorm & 1),
           lower_bound(bound) {}
@@ -228,6 +237,19 @@ __device__ __forceinline__ uint32_t first_sum(uint32_t lk) {
     return lk / C::kFinal * (2 * C::kCols) / (8 / C::kFinal);
 }
 
+// exp(log_decay()) of tokens.cuh, to the bit, from g, dt_bias and A_log as loaded. The state waits longest for this one: the two
+// exponentials of what was loaded run beside one another, in front of the branches.
+__device__ __forceinline__ float decay_factor(const Choices &c, uint32_t raw_g, uint32_t raw_bias, uint32_t raw_a_log) {
+    float z = float_of(c.g, raw_g), amplitude = fminf(expf(float_of(c.A_log, raw_a_log)), 1e30f);
+    z = c.dt_bias ? z + float_of(c.dt_bias, raw_bias) : z;
+    amplitude = c.A_log ? amplitude : 1.0f;
+    float e = expf(z);
+    if (c.gate == Gate::None) return e;
+    if (c.gate == Gate::Bounded) return expf(c.lower_bound * sigmoid(amplitude * z));
+    float log = log1pf(e);
+    return expf(-amplitude * (z > 20.0f ? z : log));
+}
+
 // A thread's part of the token: as loaded, then to shared memory, normalised and gated.
 template <class C>
 struct Token {
@@ -255,6 +277,8 @@ struct Token {
     __device__ __forceinline__ void fetch_gates(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
         const char *g = p.g.at(n, head), *bias = p.dt_bias.at(head);
 #pragma unroll
+        for (int i = 0; i <= 2 * C::kGates; ++i) raw[i] = 0;  // of what is not given
+#pragma unroll
         for (int i = 0; i < C::kGates; ++i) {
             int element = C::kKda ? gate() + i * C::kGateThreads : 0;
             raw[i] = c.g.load(g, element);
@@ -263,12 +287,10 @@ struct Token {
         if (c.A_log) raw[2 * C::kGates] = c.A_log.load(p.A_log.at(head));
     }
     __device__ __forceinline__ void finish_gates(const Choices &c, Smem<C> &smem) const {
-        float amplitude = gate_amplitude(c, raw[2 * C::kGates]);
 #pragma unroll
-        for (int i = 0; i < C::kGates; ++i) {
-            float gamma = expf(log_decay(c, gate_input(c, raw[i], raw[C::kGates + i]), amplitude));
-            smem.gamma[C::kKda ? gate() + i * C::kGateThreads : 0] = gamma;
-        }
+        for (int i = 0; i < C::kGates; ++i)
+            smem.gamma[C::kKda ? gate() + i * C::kGateThreads : 0] =
+                decay_factor(c, raw[i], raw[C::kGates + i], raw[2 * C::kGates]);
     }
 
     __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
