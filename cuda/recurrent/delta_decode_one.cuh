@@ -32,15 +32,16 @@ struct Config {
     using State = StateT;
     static constexpr int kThreads = 8 * kWidth / kCols, kWarps = kThreads / 32, kSlices = D / kWidth;  // that hold the state
     // Few states: warps of their own for the token, in front: 0: q and k, 1: their product and beta, others: gates. Else the same
-    // warps, gates from the middle on.
+    // warps, gates from the middle on. K-first, what warp 1 has is waited for where the sums meet.
     static constexpr int kFirstGate = kFew ? 64 : kThreads / 2;
     static constexpr int kGateThreads = !kKda                      ? 32
                                         : kFew || kThreads / 2 > D ? D
                                                                    : kThreads / 2,
                          kGates = kKda ? D / kGateThreads : 1;
     static constexpr int kTokenThreads = kFew ? kFirstGate + kGateThreads : 0, kBlock = kTokenThreads + kThreads;
-    static constexpr int kLanes = D / 8;                 // that hold q and k
-    static constexpr int kRows = D / 8;                  // of a class
+    static constexpr int kLate = kVFirst ? 0 : 32;  // few states: threads of warp 1 that come to kSumsMeet, not to kTokenReady
+    static constexpr int kLanes = D / 8;            // that hold q and k
+    static constexpr int kRows = D / 8;             // of a class
     static constexpr int kRowLanes = kWidth / kCols;     // K-first: lanes of a row
     static constexpr int kFinal = kVFirst ? 1 : kWarps;  // classes that the exchanges in a warp leave apart
     // A lane's sums, S^T k and S^T q of its columns, that are left after them.
@@ -158,7 +159,7 @@ struct Smem {
     alignas(16) float q[C::D];  // after l2norm
     float k[C::D];
     float gamma[C::kKda ? C::D : 4];
-    float beta, qk, over;                                                              // few states: q . k is qk over
+    float beta, qk, over[2];                                                           // few states: q . k is qk times both
     alignas(16) float sum[2][C::kVFirst ? 1 : C::kWarps][C::kVFirst ? 1 : C::kWidth];  // S^T k and S^T q of each warp
 };
 
@@ -237,6 +238,15 @@ __device__ __forceinline__ uint32_t first_sum(uint32_t lk) {
     return lk / C::kFinal * (2 * C::kCols) / (8 / C::kFinal);
 }
 
+// 1/|x| as over_norms() of tokens.cuh, to the bit, of one vector.
+template <int kGroup>
+__device__ __forceinline__ float over_norm(const float (&x)[8]) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
+    return rsqrtf(sum_over<kGroup>(squares) + 1e-6f);
+}
+
 // exp(log_decay()) of tokens.cuh, to the bit, from g, dt_bias and A_log as loaded. The state waits longest for this one: the two
 // exponentials of what was loaded run beside one another, in front of the branches.
 __device__ __forceinline__ float decay_factor(const Choices &c, uint32_t raw_g, uint32_t raw_bias, uint32_t raw_a_log) {
@@ -249,6 +259,8 @@ __device__ __forceinline__ float decay_factor(const Choices &c, uint32_t raw_g, 
     float log = log1pf(e);
     return expf(-amplitude * (z > 20.0f ? z : log));
 }
+
+constexpr uint32_t kTokenReady = 1, kSumsMeet = 2;  // named barriers, few states
 
 // A thread's part of the token: as loaded, then to shared memory, normalised and gated.
 template <class C>
@@ -309,39 +321,47 @@ struct Token {
         else if (has_gate())
             finish_gates(c, smem);
     }
-    // Few states: all at once, since code that comes cold from memory is a straight line for each role then. q . k is the second
-    // warp's, or its sum would stand before those of the norms.
+    // Few states: all at once, since code that comes cold from memory is a straight line for each role then. A group of lanes has
+    // q, the next one k. q . k is the second warp's, or its sum would stand before those of the norms.
     __device__ __forceinline__ void fetch_and_finish(const Params &p, const Choices &c, uint32_t n, uint32_t head,
                                                      Smem<C> &smem) {
-        float q[8], k[8];
-        auto fetch_floats = [&] {
+        if (warp() == 0) {
+            uint32_t at = threadIdx.x % C::kLanes, of_k = threadIdx.x / C::kLanes % 2;
+            const View &view = of_k ? p.k : p.q;
+            float x[8], over = 1.0f;
+            unpack8(*reinterpret_cast<const uint4 *>(view.at(n, head * p.key_of >> 16) + 16 * at), c.q.dtype == DType::BF16, x);
+            if (c.qk_l2norm) {
+                over = over_norm<C::kLanes>(x);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) x[i] *= over;
+            }
+            if (2 * C::kLanes == 32 || threadIdx.x < 2 * C::kLanes) {
+                store8(&smem.q[8 * threadIdx.x], x);  // and on into k
+                if (at == 0) smem.over[of_k] = over;
+            }
+            ptx::bar_arrive(kTokenReady, C::kBlock - C::kLate);
+        } else if (warp() == 1) {
+            float q[8], k[8];
+            uint32_t beta = c.beta.load(p.beta.at(n, head));
             fetch_keys(p, n, head);
             unpack8(make_uint4(raw[0], raw[1], raw[2], raw[3]), c.q.dtype == DType::BF16, q);
             unpack8(make_uint4(raw[4], raw[5], raw[6], raw[7]), c.q.dtype == DType::BF16, k);
-        };
-        if (warp() == 0) {
-            fetch_floats();
-            float over = over_norms<C::kLanes>(c, q, k);
-            if (int lane = threadIdx.x; lane < C::kLanes) {
-                store8(&smem.q[8 * lane], q);
-                store8(&smem.k[8 * lane], k);
-                smem.over = over;
-            }
-        } else if (warp() == 1) {
-            uint32_t beta = c.beta.load(p.beta.at(n, head));
-            fetch_floats();
             smem.qk = product<C::kLanes>(q, k);
             smem.beta = beta_value(c, beta);
+            if (C::kLate)
+                ptx::bar_arrive(kSumsMeet, C::kThreads + C::kLate);
+            else
+                ptx::bar_arrive(kTokenReady, C::kBlock);
         } else {
             fetch_gates(p, c, n, head);
             finish_gates(c, smem);
+            ptx::bar_arrive(kTokenReady, C::kBlock - C::kLate);
         }
     }
 };
 
 // How far ahead of their CTAs states are brought to L2: 6 to 10 MB are alike, 16 are too many, lines are lost before their use.
 constexpr int64_t kAheadBytes = 8 << 20;
-constexpr uint32_t kTokenReady = 1, kSumsMeet = 2;  // named barriers, few states
 
 template <class C>
 __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kernel(const __grid_constant__ Params p) {
@@ -351,7 +371,6 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
     Token<C> token;
     if (C::kFew && threadIdx.x < C::kTokenThreads) {
         token.fetch_and_finish(p, c, n, head, smem);
-        ptx::bar_arrive(kTokenReady, C::kBlock);
         return;
     }
     auto read_row = [&](uint32_t of) {
@@ -364,7 +383,8 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
     auto of_cta = [&](const View &x) { return reinterpret_cast<uint16_t *>(x.at(n, head)) + v_cta; };
     if (!row.within(p.rows)) {
         if (uint32_t t = thread<C>(); t < C::kWidth / 2) reinterpret_cast<uint32_t *>(of_cta(p.o))[t] = 0;
-        if (C::kFew) ptx::bar_sync(kTokenReady, C::kBlock);
+        if (C::kFew) ptx::bar_sync(kTokenReady, C::kBlock - C::kLate);
+        if (C::kFew && C::kLate) ptx::bar_sync(kSumsMeet, C::kThreads + C::kLate);
         return;
     }
     uint32_t written = to_row.within(p.rows) ? to_row.low : UINT32_MAX;
@@ -390,13 +410,15 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
             ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row + blockIdx.x % C::kSlices * kBytes, kBytes);
     }
     if constexpr (C::kFew) {
-        ptx::bar_sync(kTokenReady, C::kBlock);
+        ptx::bar_sync(kTokenReady, C::kBlock - C::kLate);
     } else {
         token.finish(c, smem);
         __syncthreads();
     }
     S.take(raw);
-    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta = smem.beta, qk = C::kFew ? smem.qk * smem.over : smem.qk;
+    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta, qk;
+    auto take_beta = [&] { beta = smem.beta, qk = C::kFew ? smem.qk * (smem.over[0] * smem.over[1]) : smem.qk; };
+    if (!C::kFew || !C::kLate) take_beta();
     auto take_k = [&](int kk) {
         float4 k4 = share4(smem.k, S.lk, kk);
         k[kk] = k4.x, k[kk + 1] = k4.y, k[kk + 2] = k4.z, k[kk + 3] = k4.w;
@@ -434,10 +456,12 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
             uint32_t number = own_first + i;
             *reinterpret_cast<Columns<kPiece> *>(&smem.sum[number / C::kCols][warp][S.column + number % C::kCols]) = piece;
         }
-        if constexpr (C::kFew)
-            ptx::bar_sync(kSumsMeet, C::kThreads);
-        else
+        if constexpr (C::kFew) {
+            ptx::bar_sync(kSumsMeet, C::kThreads + C::kLate);
+            take_beta();
+        } else {
             __syncthreads();
+        }
         Columns<C::kCols> y = sum_over_warps<C::kCols>(smem.sum[0], S.column);
 #pragma unroll
         for (int r = 0; r < C::kCols; ++r) {
