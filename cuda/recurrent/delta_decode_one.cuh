@@ -17,6 +17,8 @@
 // Schedule:  loads of token and state . q, k normalised; beta; gates . barrier . decay, S^T k, S^T q . exchanges
 //            (K-first: barrier) . u . update . store . o
 #pragma once
+#include <cstddef>
+
 #include "common/launch.h"
 #include "ptx/cta.cuh"
 #include "ptx/tma.cuh"
@@ -127,20 +129,25 @@ struct Choices {
     }
 };
 
-// What of DeltaParams the call needs. With what lies before it, this fits one line of 256 bytes of the constant cache.
+// What of DeltaParams the call needs. With the 16 bytes before it, this fits one line of 256 bytes of the constant cache behind the
+// SM's, whose own lines are of 64: the first has all that a state's address needs, the next one v, q and k, the third the gates.
 struct Params {
     Options options;
-    uint32_t rows, key_of;  // of the pool; key head = head key_of >> 16
-    float scale, lower_bound;
-    uint32_t ahead;  // sequences between a state and the one that is brought to L2 when it is loaded; 0: none is
+    uint32_t rows;  // of the pool
     char *state;
+    const char *read, *write;        // null: row n; the same rows as read
     uint32_t state_row, state_head;  // strides in bytes
-    View q, k, v, g, beta, o;
-    HeadView A_log, dt_bias;
-    const char *read, *write;  // null: row n; the same rows as read
     uint32_t read_stride, write_stride;
+    View v, q, k;
+    uint32_t key_of;  // key head = head key_of >> 16
+    uint32_t ahead;   // sequences between a state and the one that is brought to L2 when it is loaded; 0: none is
+    float scale, lower_bound;
+    View g, beta;
+    HeadView A_log, dt_bias;
+    View o;
 };
-static_assert(sizeof(Params) <= 256 - 16, "parameters start 16 bytes into a line");
+static_assert(sizeof(Params) <= 256 - 16 && offsetof(Params, v) == 64 - 16 && offsetof(Params, g) == 128 - 16,
+              "lines of constants");
 
 // Row of the pool, as it lies in a table of i32 or i64.
 struct Row {
