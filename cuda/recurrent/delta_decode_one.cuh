@@ -417,12 +417,13 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
             ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row + blockIdx.x % C::kSlices * kBytes, kBytes);
     }
     if constexpr (C::kFew) {
+        S.take(raw);  // before the barrier: what is computed meanwhile is computed for nothing
         ptx::bar_sync(kTokenReady, C::kBlock - C::kLate);
     } else {
         token.finish(c, smem);
         __syncthreads();
+        S.take(raw);
     }
-    S.take(raw);
     float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta, qk;
     auto take_beta = [&] { beta = smem.beta, qk = C::kFew ? smem.qk * (smem.over[0] * smem.over[1]) : smem.qk; };
     if (!C::kFew || !C::kLate) take_beta();
