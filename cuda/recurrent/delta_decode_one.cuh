@@ -21,6 +21,7 @@
 
 #include "common/launch.h"
 #include "ptx/cta.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/tma.cuh"
 #include "recurrent.h"
 #include "tokens.cuh"
@@ -417,7 +418,9 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
             ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row + blockIdx.x % C::kSlices * kBytes, kBytes);
     }
     if constexpr (C::kFew) {
-        S.take(raw);  // before the barrier: what is computed meanwhile is computed for nothing
+        ptx::prefetch_global_l2(
+            of_cta(p.o));  // the kernel ends with this store, and its page may be one that nothing else touched
+        S.take(raw);       // before the barrier: what is computed meanwhile is computed for nothing
         ptx::bar_sync(kTokenReady, C::kBlock - C::kLate);
     } else {
         token.finish(c, smem);
