@@ -125,18 +125,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (group == 0) {
         if constexpr (C::kShareRegisters) ptx::setmaxnreg_dec<C::kLoadRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (warp == 0) {
-            if constexpr (C::kPrepared)
-                load_prepared<C>(params, &map_q, &map_k, &map_v, smem);
-            else
-                load<C>(params, &map_q, &map_k, &map_v, smem);
+        // Not compared with 0, 2 and others: that would become a table of jumps, in constants that are cold when the kernel starts.
+        if (warp % 2 != 0) {
+            if constexpr (!C::kPrepared) gates<C>(params, smem, warp / 2);
         } else if (warp == 2) {
             if constexpr (C::kOutputs)
                 store_outputs<C>(params, &map_o, &map_checkpoints, smem);
             else
                 ptx::griddepcontrol_wait();
-        } else if constexpr (!C::kPrepared)
-            gates<C>(params, smem, warp / 2);
+        } else if constexpr (C::kPrepared) {
+            load_prepared<C>(params, &map_q, &map_k, &map_v, smem);
+        } else {
+            load<C>(params, &map_q, &map_k, &map_v, smem);
+        }
     } else if (group <= C::kStateGroups) {
         if constexpr (C::kShareRegisters) ptx::setmaxnreg_inc<C::kStateRegisters>();
         state<C>(params, smem);
