@@ -47,6 +47,17 @@ __device__ __forceinline__ void init_barriers(Smem<C> &smem) {
     ptx::fence_mbarrier_init();
 }
 
+// One word of another line of the parameters in each of the last warps, for all lines to be on their way at once: roles ask for
+// parameters one after another, and where the constants are cold each line is a miss to DRAM. Stored so that it is loaded; to where
+// plan() puts something else after its barrier.
+template <class C>
+__device__ __forceinline__ void touch_parameters(const KernelParams &params, Smem<C> &smem) {
+    constexpr int kLineBytes = 256, kLines = static_cast<int>(sizeof(KernelParams) - 1) / kLineBytes + 1;
+    static_assert(kLines <= C::kThreads / 32, "a warp for each line");
+    const int line = C::kThreads / 32 - 1 - static_cast<int>(threadIdx.x / 32);
+    if (line < kLines) smem.lengths[line] = reinterpret_cast<const int *>(&params)[line * (kLineBytes / 4)];
+}
+
 // How the launch's work is cut, and the order of the sequences.
 template <class C>
 __device__ __forceinline__ void plan(const KernelParams &params, Smem<C> &smem) {
@@ -90,6 +101,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                    const __grid_constant__ CUtensorMap map_o) {
     extern __shared__ __align__(1024) char smem_bytes[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
+    touch_parameters<C>(params, smem);
     // The Transition pass runs beside the first segments, whose launch waited for what came before, and ends after them, so that
     // the join, which waits for it, finds the states of both.
     if constexpr (!C::kOutputs) ptx::griddepcontrol_launch_dependents();
@@ -118,18 +130,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (group == 0) {
         if constexpr (C::kShareRegisters) ptx::setmaxnreg_dec<C::kLoadRegisters>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        if (warp == 0) {
-            if constexpr (C::kPrepared)
-                load_prepared<C>(params, &map_q, &map_k, &map_v, smem);
-            else
-                load<C>(params, &map_q, &map_k, &map_v, smem);
+        // Not compared with 0, 2 and others: that would become a table of jumps, in constants that are cold when the kernel starts.
+        if (warp % 2 != 0) {
+            if constexpr (!C::kPrepared) gates<C>(params, smem, warp / 2);
         } else if (warp == 2) {
             if constexpr (C::kOutputs)
                 store_outputs<C>(params, &map_o, smem);
             else
                 ptx::griddepcontrol_wait();
-        } else if constexpr (!C::kPrepared)
-            gates<C>(params, smem, warp / 2);
+        } else if constexpr (C::kPrepared) {
+            load_prepared<C>(params, &map_q, &map_k, &map_v, smem);
+        } else {
+            load<C>(params, &map_q, &map_k, &map_v, smem);
+        }
     } else if (group <= C::kStateGroups) {
         if constexpr (C::kShareRegisters) ptx::setmaxnreg_inc<C::kStateRegisters>();
         state<C>(params, smem);

@@ -55,14 +55,16 @@ __device__ __forceinline__ void load(const KernelParams &params, const CUtensorM
             const uint32_t tile_full = smem.tiles().full(place.stage), value_full = smem.values().full(place.stage);
             constexpr uint32_t kTileBytes = S::Tile::kBytes * (C::kOutputs ? 2 : 1);
             smem.tiles().wait_empty(place);
-            if (lane == 0) {
+            const bool elected =
+                ptx::elect_sync();  // of lane 0 ptxas does not know that it is one, and puts a loop around each copy
+            if (elected) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : tile_full, kTileBytes);
                 load_tile<typename S::Tile>(k, map_k, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
                 if constexpr (C::kOutputs)
                     load_tile<typename S::Tile>(q, map_q, tail ? landed : tile_full, 0, head_qk, item.bos + at, item.batch);
             }
             smem.values().wait_empty(place);
-            if (lane == 0) {
+            if (elected) {
                 ptx::mbarrier_arrive_expect_tx(tail ? landed : value_full, has_values ? S::Values::kBytes : 0);
                 if (has_values)
                     load_tile<typename S::Values>(v, map_v, tail ? landed : value_full, column, item.head, item.bos + at,

@@ -1,6 +1,7 @@
 // The store warp of gdn_fwd_kernel: O of each chunk from where V was to global memory, and the rows of o that nobody computes.
 #pragma once
 #include "items.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/tma.cuh"
 
 namespace linattn::cuda::gdn {
@@ -35,6 +36,17 @@ __device__ __forceinline__ void clear_tail(const DeltaParams &p) {
     }
 }
 
+// The first rows of o and of the final state asked for in L2: stores to pages that nothing else touched then find them translated.
+__device__ __forceinline__ void prefetch_ends(const DeltaParams &p, const Item &item) {
+    if (item.length == 0) return;
+    ptx::prefetch_global_l2(p.o.data + 2 * (item.batch * p.o.stride[0] + item.bos * p.o.stride[1] + item.head * p.o.stride[2]));
+    if (!item.last || !p.state_out) return;
+    const int64_t row = pool_row(p.write_indices, item.sequence, p.F);
+    if (row < 0) return;
+    const int64_t at = row * p.state_out.stride[0] + item.head * p.state_out.stride[1];
+    ptx::prefetch_global_l2(p.state_out.data + (p.state_out.dtype == DType::F32 ? 4 : 2) * at);
+}
+
 // A whole chunk goes by TMA; the rows of a short one by this warp, because the rows after it are another sequence's.
 template <class C>
 __device__ __forceinline__ void store_outputs(const KernelParams &params, const CUtensorMap *map_o, Smem<C> &smem) {
@@ -44,6 +56,7 @@ __device__ __forceinline__ void store_outputs(const KernelParams &params, const 
     while (true) {
         const Item &item = items.next();
         if (!item.exists) break;
+        if constexpr (C::kStateGroups == 1) prefetch_ends(params.p, item);  // with two, 24 registers are too few
 #pragma unroll 1
         for (int at = 0; at < item.length; at += kChunk) {
             const uint32_t tile = ptx::shared_address(smem.v[value.stage]);

@@ -10,8 +10,9 @@
 
 namespace linattn::cuda {
 
-// One token per sequence; false where another kernel takes the call. Few states: two CTAs of 32 columns on an SM at most. More: as
-// many CTAs on an SM as registers allow without spills; of K = 64 not measured, so left where it was.
+// One token per sequence; false where another kernel takes the call. Few states: two CTAs of 32 columns on an SM at most; GDN: or
+// four, which 72 registers allow and KDA's four warps of gates do not. More: as many CTAs on an SM as registers allow without
+// spills; of K = 64 not measured, so left where it was.
 template <int D, bool kKda, class State, bool kVFirst>
 bool launch_decode_one(const DeltaParams &p, int multiprocessors) {
     using Few = delta_decode_one::Config<D, kKda, State, kVFirst, 2, 32, 2, true>;
@@ -19,6 +20,13 @@ bool launch_decode_one(const DeltaParams &p, int multiprocessors) {
     if (p.N * p.HV * Few::kSlices <= 2 * multiprocessors) {
         delta_decode_one::launch_config<Few>(p, multiprocessors);
         return true;
+    }
+    if constexpr (D == 128 && !kKda) {
+        using Wave = delta_decode_one::Config<D, kKda, State, kVFirst, 2, 32, 4, true>;
+        if (p.N * p.HV * Wave::kSlices <= 4 * multiprocessors) {
+            delta_decode_one::launch_config<Wave>(p, multiprocessors);
+            return true;
+        }
     }
     if constexpr (D == 128) {
         using KFirst = delta_decode_one::Config<D, kKda, State, false, 2, 64, 4, false>;

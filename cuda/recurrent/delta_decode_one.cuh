@@ -17,8 +17,11 @@
 // Schedule:  loads of token and state . q, k normalised; beta; gates . barrier . decay, S^T k, S^T q . exchanges
 //            (K-first: barrier) . u . update . store . o
 #pragma once
+#include <cstddef>
+
 #include "common/launch.h"
 #include "ptx/cta.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/tma.cuh"
 #include "recurrent.h"
 #include "tokens.cuh"
@@ -32,15 +35,16 @@ struct Config {
     using State = StateT;
     static constexpr int kThreads = 8 * kWidth / kCols, kWarps = kThreads / 32, kSlices = D / kWidth;  // that hold the state
     // Few states: warps of their own for the token, in front: 0: q and k, 1: their product and beta, others: gates. Else the same
-    // warps, gates from the middle on.
+    // warps, gates from the middle on. K-first, what warp 1 has is waited for where the sums meet.
     static constexpr int kFirstGate = kFew ? 64 : kThreads / 2;
     static constexpr int kGateThreads = !kKda                      ? 32
                                         : kFew || kThreads / 2 > D ? D
                                                                    : kThreads / 2,
                          kGates = kKda ? D / kGateThreads : 1;
     static constexpr int kTokenThreads = kFew ? kFirstGate + kGateThreads : 0, kBlock = kTokenThreads + kThreads;
-    static constexpr int kLanes = D / 8;                 // that hold q and k
-    static constexpr int kRows = D / 8;                  // of a class
+    static constexpr int kLate = kVFirst ? 0 : 32;  // few states: threads of warp 1 that come to kSumsMeet, not to kTokenReady
+    static constexpr int kLanes = D / 8;            // that hold q and k
+    static constexpr int kRows = D / 8;             // of a class
     static constexpr int kRowLanes = kWidth / kCols;     // K-first: lanes of a row
     static constexpr int kFinal = kVFirst ? 1 : kWarps;  // classes that the exchanges in a warp leave apart
     // A lane's sums, S^T k and S^T q of its columns, that are left after them.
@@ -71,6 +75,12 @@ struct Known {
                                    : reinterpret_cast<const uint16_t *>(at)[element];
     }
 };
+// As float_of of any tensor: selected, not branched to, for what follows waits for it and a branch is 20 cycles.
+__device__ __forceinline__ float float_of(const Known &t, uint32_t bits) {
+    float half = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+    float other = __uint_as_float(t.dtype == DType::BF16 ? bits << 16 : bits);
+    return t.dtype == DType::F16 ? half : other;
+}
 
 // The options of a call, in one word.
 struct Options {
@@ -81,16 +91,27 @@ struct Options {
         kBeta = 6,
         kALog = 9,
         kBias = 12,
-        kGate = 15,
-        kBetaForm = 17,
-        kNorm = 19,
+        kBetaForm = 15,
+        kNorm = 17,
         kReadWide,
-        kWriteWide
+        kWriteWide,
+        kGate = 30
     };
 };
+// In the two highest bits of a word. Comparisons of one number with three would become a table of jumps, and that is one more line
+// of constants to wait for from cold memory.
+struct GateChoice {
+    uint32_t bits;
+    __device__ __forceinline__ bool operator==(Gate gate) const {
+        return gate == Gate::None      ? bits < 1u << 30
+               : gate == Gate::Bounded ? static_cast<int32_t>(bits) < 0
+                                       : (bits >> 30 & 1) != 0;
+    }
+};
+static_assert(static_cast<int>(Gate::Softplus) == 1 && static_cast<int>(Gate::Bounded) == 2, "as GateChoice tests them");
 struct Choices {
     Known q, g, beta, A_log, dt_bias;
-    Gate gate;
+    GateChoice gate;
     BetaForm beta_form;
     bool qk_l2norm;
     float lower_bound;
@@ -100,7 +121,7 @@ struct Choices {
           beta(dtype(o, Options::kBeta)),
           A_log(dtype(o, Options::kALog)),
           dt_bias(dtype(o, Options::kBias)),
-          gate(static_cast<Gate>(o.bits >> Options::kGate & 3)),
+          gate{o.bits},
           beta_form(static_cast<BetaForm>(o.bits >> Options::kBetaForm & 3)),
           qk_l2norm(o.bits >> Options::kNorm & 1),
           lower_bound(bound) {}
@@ -109,20 +130,25 @@ struct Choices {
     }
 };
 
-// What of DeltaParams the call needs. With what lies before it, this fits one line of 256 bytes of the constant cache.
+// What of DeltaParams the call needs. With the 16 bytes before it, this fits one line of 256 bytes of the constant cache behind the
+// SM's, whose own lines are of 64: the first has all that a state's address needs, the next one v, q and k, the third the gates.
 struct Params {
     Options options;
-    uint32_t rows, key_of;  // of the pool; key head = head key_of >> 16
-    float scale, lower_bound;
-    uint32_t ahead;  // sequences between a state and the one that is brought to L2 when it is loaded; 0: none is
+    uint32_t rows;  // of the pool
     char *state;
+    const char *read, *write;        // null: row n; the same rows as read
     uint32_t state_row, state_head;  // strides in bytes
-    View q, k, v, g, beta, o;
-    HeadView A_log, dt_bias;
-    const char *read, *write;  // null: row n; the same rows as read
     uint32_t read_stride, write_stride;
+    View v, q, k;
+    uint32_t key_of;  // key head = head key_of >> 16
+    uint32_t ahead;   // sequences between a state and the one that is brought to L2 when it is loaded; 0: none is
+    float scale, lower_bound;
+    View g, beta;
+    HeadView A_log, dt_bias;
+    View o;
 };
-static_assert(sizeof(Params) <= 256 - 16, "parameters start 16 bytes into a line");
+static_assert(sizeof(Params) <= 256 - 16 && offsetof(Params, v) == 64 - 16 && offsetof(Params, g) == 128 - 16,
+              "lines of constants");
 
 // Row of the pool, as it lies in a table of i32 or i64.
 struct Row {
@@ -141,7 +167,7 @@ struct Smem {
     alignas(16) float q[C::D];  // after l2norm
     float k[C::D];
     float gamma[C::kKda ? C::D : 4];
-    float beta, qk, over;                                                              // few states: q . k is qk over
+    float beta, qk, over[2];                                                           // few states: q . k is qk times both
     alignas(16) float sum[2][C::kVFirst ? 1 : C::kWarps][C::kVFirst ? 1 : C::kWidth];  // S^T k and S^T q of each warp
 };
 
@@ -220,6 +246,30 @@ __device__ __forceinline__ uint32_t first_sum(uint32_t lk) {
     return lk / C::kFinal * (2 * C::kCols) / (8 / C::kFinal);
 }
 
+// 1/|x| as over_norms() of tokens.cuh, to the bit, of one vector.
+template <int kGroup>
+__device__ __forceinline__ float over_norm(const float (&x)[8]) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
+    return rsqrtf(sum_over<kGroup>(squares) + 1e-6f);
+}
+
+// exp(log_decay()) of tokens.cuh, to the bit, from g, dt_bias and A_log as loaded. The state waits longest for this one: the two
+// exponentials of what was loaded run beside one another, in front of the branches.
+__device__ __forceinline__ float decay_factor(const Choices &c, uint32_t raw_g, uint32_t raw_bias, uint32_t raw_a_log) {
+    float z = float_of(c.g, raw_g), amplitude = fminf(expf(float_of(c.A_log, raw_a_log)), 1e30f);
+    z = c.dt_bias ? z + float_of(c.dt_bias, raw_bias) : z;
+    amplitude = c.A_log ? amplitude : 1.0f;
+    float e = expf(z);
+    if (c.gate == Gate::None) return e;
+    if (c.gate == Gate::Bounded) return expf(c.lower_bound * sigmoid(amplitude * z));
+    float log = log1pf(e);
+    return expf(-amplitude * (z > 20.0f ? z : log));
+}
+
+constexpr uint32_t kTokenReady = 1, kSumsMeet = 2;  // named barriers, few states
+
 // A thread's part of the token: as loaded, then to shared memory, normalised and gated.
 template <class C>
 struct Token {
@@ -247,20 +297,20 @@ struct Token {
     __device__ __forceinline__ void fetch_gates(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
         const char *g = p.g.at(n, head), *bias = p.dt_bias.at(head);
 #pragma unroll
+        for (int i = 0; i <= 2 * C::kGates; ++i) raw[i] = 0;  // of what is not given
+#pragma unroll
         for (int i = 0; i < C::kGates; ++i) {
             int element = C::kKda ? gate() + i * C::kGateThreads : 0;
             raw[i] = c.g.load(g, element);
-            if (c.dt_bias) raw[C::kGates + i] = c.dt_bias.load(bias, element);
+            if (p.dt_bias.data) raw[C::kGates + i] = c.dt_bias.load(bias, element);  // no table of jumps, see GateChoice
         }
         if (c.A_log) raw[2 * C::kGates] = c.A_log.load(p.A_log.at(head));
     }
     __device__ __forceinline__ void finish_gates(const Choices &c, Smem<C> &smem) const {
-        float amplitude = gate_amplitude(c, raw[2 * C::kGates]);
 #pragma unroll
-        for (int i = 0; i < C::kGates; ++i) {
-            float gamma = expf(log_decay(c, gate_input(c, raw[i], raw[C::kGates + i]), amplitude));
-            smem.gamma[C::kKda ? gate() + i * C::kGateThreads : 0] = gamma;
-        }
+        for (int i = 0; i < C::kGates; ++i)
+            smem.gamma[C::kKda ? gate() + i * C::kGateThreads : 0] =
+                decay_factor(c, raw[i], raw[C::kGates + i], raw[2 * C::kGates]);
     }
 
     __device__ __forceinline__ void fetch(const Params &p, const Choices &c, uint32_t n, uint32_t head) {
@@ -279,39 +329,47 @@ struct Token {
         else if (has_gate())
             finish_gates(c, smem);
     }
-    // Few states: all at once, since code that comes cold from memory is a straight line for each role then. q . k is the second
-    // warp's, or its sum would stand before those of the norms.
+    // Few states: all at once, since code that comes cold from memory is a straight line for each role then. A group of lanes has
+    // q, the next one k. q . k is the second warp's, or its sum would stand before those of the norms.
     __device__ __forceinline__ void fetch_and_finish(const Params &p, const Choices &c, uint32_t n, uint32_t head,
                                                      Smem<C> &smem) {
-        float q[8], k[8];
-        auto fetch_floats = [&] {
+        if (warp() == 0) {
+            uint32_t at = threadIdx.x % C::kLanes, of_k = threadIdx.x / C::kLanes % 2;
+            const View &view = of_k ? p.k : p.q;
+            float x[8], over = 1.0f;
+            unpack8(*reinterpret_cast<const uint4 *>(view.at(n, head * p.key_of >> 16) + 16 * at), c.q.dtype == DType::BF16, x);
+            if (c.qk_l2norm) {
+                over = over_norm<C::kLanes>(x);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) x[i] *= over;
+            }
+            if (2 * C::kLanes == 32 || threadIdx.x < 2 * C::kLanes) {
+                store8(&smem.q[8 * threadIdx.x], x);  // and on into k
+                if (at == 0) smem.over[of_k] = over;
+            }
+            ptx::bar_arrive(kTokenReady, C::kBlock - C::kLate);
+        } else if (warp() == 1) {
+            float q[8], k[8];
+            uint32_t beta = c.beta.load(p.beta.at(n, head));
             fetch_keys(p, n, head);
             unpack8(make_uint4(raw[0], raw[1], raw[2], raw[3]), c.q.dtype == DType::BF16, q);
             unpack8(make_uint4(raw[4], raw[5], raw[6], raw[7]), c.q.dtype == DType::BF16, k);
-        };
-        if (warp() == 0) {
-            fetch_floats();
-            float over = over_norms<C::kLanes>(c, q, k);
-            if (int lane = threadIdx.x; lane < C::kLanes) {
-                store8(&smem.q[8 * lane], q);
-                store8(&smem.k[8 * lane], k);
-                smem.over = over;
-            }
-        } else if (warp() == 1) {
-            uint32_t beta = c.beta.load(p.beta.at(n, head));
-            fetch_floats();
             smem.qk = product<C::kLanes>(q, k);
             smem.beta = beta_value(c, beta);
+            if (C::kLate)
+                ptx::bar_arrive(kSumsMeet, C::kThreads + C::kLate);
+            else
+                ptx::bar_arrive(kTokenReady, C::kBlock);
         } else {
             fetch_gates(p, c, n, head);
             finish_gates(c, smem);
+            ptx::bar_arrive(kTokenReady, C::kBlock - C::kLate);
         }
     }
 };
 
 // How far ahead of their CTAs states are brought to L2: 6 to 10 MB are alike, 16 are too many, lines are lost before their use.
 constexpr int64_t kAheadBytes = 8 << 20;
-constexpr uint32_t kTokenReady = 1, kSumsMeet = 2;  // named barriers, few states
 
 template <class C>
 __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kernel(const __grid_constant__ Params p) {
@@ -321,7 +379,6 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
     Token<C> token;
     if (C::kFew && threadIdx.x < C::kTokenThreads) {
         token.fetch_and_finish(p, c, n, head, smem);
-        ptx::bar_arrive(kTokenReady, C::kBlock);
         return;
     }
     auto read_row = [&](uint32_t of) {
@@ -334,7 +391,8 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
     auto of_cta = [&](const View &x) { return reinterpret_cast<uint16_t *>(x.at(n, head)) + v_cta; };
     if (!row.within(p.rows)) {
         if (uint32_t t = thread<C>(); t < C::kWidth / 2) reinterpret_cast<uint32_t *>(of_cta(p.o))[t] = 0;
-        if (C::kFew) ptx::bar_sync(kTokenReady, C::kBlock);
+        if (C::kFew) ptx::bar_sync(kTokenReady, C::kBlock - C::kLate);
+        if (C::kFew && C::kLate) ptx::bar_sync(kSumsMeet, C::kThreads + C::kLate);
         return;
     }
     uint32_t written = to_row.within(p.rows) ? to_row.low : UINT32_MAX;
@@ -360,13 +418,18 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
             ptx::cp_async_bulk_prefetch(of_head + uint64_t{next.low} * p.state_row + blockIdx.x % C::kSlices * kBytes, kBytes);
     }
     if constexpr (C::kFew) {
-        ptx::bar_sync(kTokenReady, C::kBlock);
+        ptx::prefetch_global_l2(
+            of_cta(p.o));  // the kernel ends with this store, and its page may be one that nothing else touched
+        S.take(raw);       // before the barrier: what is computed meanwhile is computed for nothing
+        ptx::bar_sync(kTokenReady, C::kBlock - C::kLate);
     } else {
         token.finish(c, smem);
         __syncthreads();
+        S.take(raw);
     }
-    S.take(raw);
-    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta = smem.beta, qk = C::kFew ? smem.qk * smem.over : smem.qk;
+    float sum[2 * C::kCols] = {}, k[C::kRows], u[C::kCols], beta, qk;
+    auto take_beta = [&] { beta = smem.beta, qk = C::kFew ? smem.qk * (smem.over[0] * smem.over[1]) : smem.qk; };
+    if (!C::kFew || !C::kLate) take_beta();
     auto take_k = [&](int kk) {
         float4 k4 = share4(smem.k, S.lk, kk);
         k[kk] = k4.x, k[kk + 1] = k4.y, k[kk + 2] = k4.z, k[kk + 3] = k4.w;
@@ -404,10 +467,12 @@ __global__ void __launch_bounds__(C::kBlock, C::kResident) delta_decode_one_kern
             uint32_t number = own_first + i;
             *reinterpret_cast<Columns<kPiece> *>(&smem.sum[number / C::kCols][warp][S.column + number % C::kCols]) = piece;
         }
-        if constexpr (C::kFew)
-            ptx::bar_sync(kSumsMeet, C::kThreads);
-        else
+        if constexpr (C::kFew) {
+            ptx::bar_sync(kSumsMeet, C::kThreads + C::kLate);
+            take_beta();
+        } else {
             __syncthreads();
+        }
         Columns<C::kCols> y = sum_over_warps<C::kCols>(smem.sum[0], S.column);
 #pragma unroll
         for (int r = 0; r < C::kCols; ++r) {

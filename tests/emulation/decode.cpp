@@ -36,7 +36,8 @@ int bad = 0;
 
 struct Case {
     int D, N, T;
-    bool kda, verify, f32, vfirst, gates, packed, table;
+    bool kda, verify, f32, vfirst, gates, packed, table, bounded;
+    DType dtype;  // of g and dt_bias, and, the other one of two bytes, of beta and A_log
 };
 struct Call {
     Case c;
@@ -45,6 +46,7 @@ struct Call {
     std::vector<int64_t> wide_rows;
     std::vector<uint16_t> q, k, v, o, s16;
     std::vector<float> g, beta, A, bias, kept_k, kept_u, kept_g, s32, s0;
+    std::vector<uint16_t> g16, beta16, A16, bias16;
     DeltaParams p;
 
     Call(const Case &of, int seed)
@@ -81,6 +83,17 @@ struct Call {
             if (!c.f32) s32[i] = up(s16[i]);
         }
         s0 = s32;
+        if (c.dtype != DType::F32) {  // the numbers are those of two bytes
+            const bool bf16 = c.dtype == DType::BF16;
+            auto narrow = [](std::vector<uint16_t> &to, std::vector<float> &from, bool bf16) {
+                to.resize(from.size());
+                for (size_t i = 0; i < from.size(); i++) {
+                    to[i] = bf16 ? ptx::b16(from[i]) : __half_as_ushort(__float2half_rn(from[i]));
+                    from[i] = bf16 ? up(to[i]) : __half2float(__ushort_as_half(to[i]));
+                }
+            };
+            narrow(g16, g, bf16), narrow(bias16, bias, bf16), narrow(beta16, beta, !bf16), narrow(A16, A, !bf16);
+        }
         rows.resize(P);
         for (int i = 0; i < P; i++) rows[i] = i;
         if (c.table) {
@@ -95,7 +108,12 @@ struct Call {
         };
         p.q = of4(q.data(), DType::BF16, H, d), p.k = of4(k.data(), DType::BF16, H, d);
         p.v = of4(v.data(), DType::BF16, HV, d), p.o = of4(o.data(), DType::BF16, HV, d);
-        p.g = of4(g.data(), DType::F32, HV, G), p.beta = of4(beta.data(), DType::F32, HV, 1);
+        const bool narrow = c.dtype != DType::F32;
+        const DType other = !narrow ? DType::F32 : c.dtype == DType::BF16 ? DType::F16 : DType::BF16;
+        auto either = [&](std::vector<float> &wide, std::vector<uint16_t> &two_bytes) {
+            return narrow ? static_cast<void *>(two_bytes.data()) : wide.data();
+        };
+        p.g = of4(either(g, g16), c.dtype, HV, G), p.beta = of4(either(beta, beta16), other, HV, 1);
         p.state_in = tens(c.f32 ? (void *)s32.data() : s16.data(), c.f32 ? DType::F32 : DType::BF16,
                           {HV * d * d, d * d, c.vfirst ? 1 : d, c.vfirst ? d : 1});
         if (c.table) p.read_indices = tens(rows.data(), DType::I32, {1});
@@ -110,8 +128,9 @@ struct Call {
         }
         p.scale = 1 / std::sqrt((double)D), p.qk_l2norm = true;
         if (c.gates) {
-            p.gate = Gate::Softplus, p.beta_form = BetaForm::Logits;
-            p.A_log = tens(A.data(), DType::F32, {1}), p.dt_bias = tens(bias.data(), DType::F32, {G, 1});
+            p.gate = c.bounded ? Gate::Bounded : Gate::Softplus, p.lower_bound = -5;
+            p.beta_form = c.bounded ? BetaForm::LogitsX2 : BetaForm::Logits;
+            p.A_log = tens(either(A, A16), other, {1}), p.dt_bias = tens(either(bias, bias16), c.dtype, {G, 1});
         }
     }
 
@@ -156,10 +175,11 @@ struct Call {
                     for (int d = 0; d < D; d++) K[d] /= std::sqrt(kk + 1e-6), Q[d] /= std::sqrt(qq + 1e-6);
                     for (int a = 0; a < D; a++) {
                         double x = g[(at * HV + h) * G + (c.kda ? a : 0)];
-                        if (c.gates) x = -std::exp((double)A[h]) * std::log1p(std::exp(x + bias[h * G + (c.kda ? a : 0)]));
+                        const double z = x + bias[h * G + (c.kda ? a : 0)], amplitude = std::exp((double)A[h]);
+                        if (c.gates) x = c.bounded ? -5 / (1 + std::exp(-amplitude * z)) : -amplitude * std::log1p(std::exp(z));
                         for (int d = 0; d < D; d++) S[a * D + d] *= std::exp(x);
                     }
-                    if (c.gates) b = 1 / (1 + std::exp(-b));
+                    if (c.gates) b = (c.bounded ? 2 : 1) / (1 + std::exp(-b));
                     for (int d = 0; d < D; d++) {
                         double y = 0, z = 0;
                         for (int a = 0; a < D; a++) y += S[a * D + d] * K[a];
@@ -211,13 +231,13 @@ void run(const Case &c, int seed) {
         if (!want) want = call.bits();
         const bool right = call.right(), same = call.bits() == want;
         bad += !right || !same;
-        printf("%s D%d %s N%d T%d %s %s %s%s%s%s %s\n",
+        printf("%s D%d %s N%d T%d %s %s %s%s%s%s%s %s\n",
                right && same ? "ok "
                : right       ? "BITS"
                              : "BAD",
                D, kKda ? "kda" : "gdn", c.N, c.T, kVerify ? "verify" : "decode", c.f32 ? "f32" : "bf16",
                kVFirst ? "V-first" : "K-first", c.gates ? " gates" : "", c.packed ? " packed" : "", c.table ? " table" : "",
-               kernel);
+               c.bounded ? " bounded" : "", kernel);
         fflush(stdout);
     }
 }
@@ -233,17 +253,28 @@ void run_layouts(Case c, int seed) {
                      : run<D, kKda, __nv_bfloat16, false, kVerify>(c, seed);
     }
 }
-int main() {
+int main(int argc, char **argv) {
+    const bool one_token = argc > 1 && std::string(argv[1]) == "one";
     int seed = 0;
     struct {
         int N, T;
-        bool gates, packed, table;
-    } cases[] = {{5, 1, false, false, true}, {4, 1, true, false, true}, {3, 1, true, false, false},
-                 {6, 11, true, true, true},  {3, 5, true, false, true}, {2, 16, false, false, false}};
+        bool gates, packed, table, bounded;
+        DType dtype = DType::F32;
+    } cases[] = {{5, 1, false, false, true},
+                 {4, 1, true, false, true},
+                 {3, 1, true, false, false},
+                 {3, 1, true, false, true, true, DType::BF16},
+                 {2, 1, true, false, false, false, DType::F16},
+                 {2, 1, false, false, false, false, DType::BF16},
+                 {6, 11, true, true, true},
+                 {3, 5, true, false, true},
+                 {2, 16, false, false, false}};
     for (const auto &x : cases) {
         Case c = {};
         c.N = x.N, c.T = x.T, c.gates = x.gates, c.packed = x.packed, c.table = x.table;
+        c.bounded = x.bounded, c.dtype = x.dtype;
         seed++;
+        if (one_token && x.T > 1) continue;
         run_layouts<64, false, false>(c, seed), run_layouts<64, true, false>(c, seed);
         run_layouts<128, false, false>(c, seed), run_layouts<128, true, false>(c, seed);
         if (x.packed) continue;

@@ -258,6 +258,7 @@ namespace linattn::ptx {
 inline void fence_proxy_async_shared_cta() {}
 inline void fence_proxy_async_global() {}
 inline void prefetch_tensormap(const CUtensorMap *) {}
+inline void prefetch_global_l2(const void *) {}
 struct Map {
     char *data;
     int64_t size[5], stride[5];
