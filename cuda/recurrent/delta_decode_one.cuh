@@ -344,7 +344,7 @@ struct Token {
                 for (int i = 0; i < 8; ++i) x[i] *= over;
             }
             if (2 * C::kLanes == 32 || threadIdx.x < 2 * C::kLanes) {
-                store8(&smem.q[8 * threadIdx.x], x);  // and on into k
+                store8((of_k ? smem.k : smem.q) + 8 * at, x);
                 if (at == 0) smem.over[of_k] = over;
             }
             ptx::bar_arrive(kTokenReady, C::kBlock - C::kLate);
