@@ -1,6 +1,6 @@
 """Times the backward of GDN and KDA on a GPU, alone and with the forward: python bench/backward.py [--peer 16/32,4/8]
 
-Device time of graph replays with the L2 flushed, peak memory of the call beside it, and the largest difference of two calls
+Device time of graph replays with the L2 flushed, GDN with save = "states" too (saving_*), peak memory of the call beside it, and the largest difference of two calls
 (none is allowed). --peer names head counts for which FlashQLA, where it can be imported, does the same in the same process after all of
 ours, and how far its gradients are from ours; it compiles for each of them. It refuses empty sequences, so there are none. Whether
 gradients are right is what tests/test_gpu_backward.py shows.
@@ -33,7 +33,10 @@ LENGTHS = {
 HEADS = {"gdn": ((16, 32), (4, 8), (2, 4), (16, 64)), "kda": ((8, 8),)}
 KDA_LENGTHS = ("1x8192", "8x1024")
 REPEATS = 11
-COLUMNS = ("op", "case", "impl", "backward_ms", "forward_and_backward_ms", "peak_MB", "from_ours")
+COLUMNS = (
+    "op", "case", "impl", "backward_ms", "forward_and_backward_ms", "peak_MB", "from_ours",
+    "saving_backward_ms", "saving_both_ms", "saved_MB",
+)  # fmt: skip
 
 
 def inputs(
@@ -74,7 +77,7 @@ def ours(watch: Stopwatch, family: str, arrays: list[Any], bounds: Any) -> dict[
 
     first, path = alone(), pylinattn.last_path()
     apart = max(float((a.float() - b.float()).abs().max()) for a, b in zip(first, alone()))
-    return {
+    row = {
         "impl": "pylinattn",
         "version": pylinattn.__version__,
         "path": path,
@@ -82,6 +85,35 @@ def ours(watch: Stopwatch, family: str, arrays: list[Any], bounds: Any) -> dict[
         "forward_and_backward_ms": round(watch.device_ms(both, REPEATS)[0], 4),
         "peak_MB": peak_of(both),
         "difference_of_two_calls": apart,
+    }
+    return row | saving(watch, arrays, bounds, first) if family == "gdn" else row
+
+
+def saving(watch: Stopwatch, arrays: list[Any], bounds: Any, want: list[Any]) -> dict[str, Any]:
+    """With save = "states"; how far its gradients are from those of a backward that recomputes."""
+    options: dict[str, Any] = {"cu_seqlens": bounds, "save": "states"}
+
+    def forward() -> Any:
+        return pylinattn.gdn_fwd(*arrays[:5], **options)
+
+    def backward(saved: Any) -> Any:
+        return [x for x in pylinattn.gdn_bwd(*arrays, saved=saved, **options) if x is not None]
+
+    def both() -> Any:
+        done = forward()
+        return done, backward(done.saved)
+
+    saved = forward().saved
+    distance = max(
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(backward(saved), want)
+    )
+    return {
+        "saving_backward_ms": round(watch.device_ms(lambda: backward(saved), REPEATS)[0], 4),
+        "saving_both_ms": round(watch.device_ms(both, REPEATS)[0], 4),
+        "saving_peak_MB": peak_of(both),
+        "saved_MB": round(saved.nbytes / 1e6, 1),
+        "saving_from_recomputed": float(f"{distance:.1e}"),
     }
 
 

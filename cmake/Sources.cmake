@@ -23,8 +23,10 @@ set(LINATTN_CUDA_SOURCES
   cuda/backward/gdn_bwd.cu
   cuda/backward/gdn_bwd_cut.cu
   cuda/backward/gdn_bwd_gradients.cu
+  cuda/backward/gdn_bwd_outputs.cu
   cuda/backward/gdn_bwd_prepare.cu
   cuda/backward/gdn_bwd_scan.cu
+  cuda/backward/gdn_bwd_units.cu
   cuda/backward/segment_merge.cu
   cuda/device.cu
   cuda/common/launch.cpp

@@ -27,7 +27,7 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
         p.o = check("o", a.o, Checker::Out, "[B,T,HV,V]", "=q");
         p.state_out = check("final_state", a.final_state, Checker::MaybeOut, "[F,HV,K,V]", kStates);
         p.checkpoints = check("checkpoints", a.checkpoints, Checker::MaybeOut, "[C,HV,K,V]", kStates);
-        check("saved", a.saved, Checker::MaybeOut, "[S]", "u8");
+        p.saved = check("saved", a.saved, Checker::MaybeOut, "[S]", "u8");
         p.P = check.size("P"), p.F = check.size("F"), p.C = check.size("C"), p.M = check.size("M");
         if (p.read_indices && !p.state_in) fail(Status::Value, "%s: read_indices is given, but initial_state is not", op);
         if (p.write_indices && !p.state_out) fail(Status::Value, "%s: write_indices is given, but final_state is not", op);
@@ -47,10 +47,15 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
         if (p.checkpoints && !p.checkpoint_indices && !p.cu_seqlens && p.C < p.B * (p.T / p.checkpoint_every))
             fail(Status::Value, "%s: checkpoints has %lld rows, but B (T / checkpoint_every) = %lld are needed", op,
                  (long long)p.C, (long long)(p.B * (p.T / p.checkpoint_every)));
-        if (choice(op, "save", a.save, 2) != LINATTN_SAVE_NOTHING)
-            fail(Status::Unsupported,
-                 "%s: save \"states\" is not there yet; the backward recomputes from the inputs (save \"nothing\")", op);
-        if (given(a.saved)) fail(Status::Value, "%s: saved is given, but save is \"nothing\"", op);
+        const Backend &backend = backend_of(op, check.device_type());
+        saved_states(check, a, p, p.family == Family::Kda ? backend.kda_fwd : backend.gdn_fwd);
+        if (p.saved) {  // the backward takes a row of initial_state for each sequence, as it was
+            for (auto [name, t] : {std::pair{"read_indices", &a.read_indices}, std::pair{"write_indices", &a.write_indices},
+                                   std::pair{"checkpoints", &a.checkpoints}})
+                if (given(*t)) fail(Status::Value, "%s: %s does not go with save \"states\"", op, name);
+            if (in_place)
+                fail(Status::Value, "%s: final_state is initial_state itself, which the backward of save \"states\" needs", op);
+        }
         if (a.splits < 0) fail(Status::Value, "%s: splits is %d; 0 (chosen) or a number of pieces is possible", op, a.splits);
         if (a.splits > 1)
             fail(Status::Unsupported, "%s: splits is %d; this version does not split a sequence (0 or 1)", op, a.splits);
@@ -152,6 +157,21 @@ CommitParams params_of(Checker &check, const linattn_delta_commit_args &a) {
     return p;
 }
 
+// Bytes of `saved`.
+template <class Args>
+linattn_status saved_op(const char *op, Family family, OpEntry<DeltaParams> Backend::*member, const Args *args,
+                        uint64_t *bytes) {
+    return guarded([&] {
+        if (!bytes) fail(Status::Value, "%s: bytes is NULL", op);
+        Args a = arguments(op, args);
+        const bool nothing = choice(op, "save", a.save, 2) == LINATTN_SAVE_NOTHING;
+        a.save = LINATTN_SAVE_NOTHING, a.saved = {};  // what it has to be is asked for
+        Checker check(op);
+        const DeltaParams p = params_of(check, a, family, Op::Fwd);
+        *bytes = nothing ? 0 : saved_bytes(op, p, backend_of(op, check.device_type()).*member);
+    });
+}
+
 template <class Args>
 linattn_status delta_op(const char *op, Family family, Op kind, OpEntry<DeltaParams> Backend::*member, const Args *args,
                         uint64_t *bytes) {
@@ -246,6 +266,13 @@ DELTA_OP(gdn_decode, Family::Gdn, Op::Decode)
 DELTA_OP(kda_decode, Family::Kda, Op::Decode)
 DELTA_OP(gdn_verify, Family::Gdn, Op::Verify)
 DELTA_OP(kda_verify, Family::Kda, Op::Verify)
+
+linattn_status linattn_gdn_fwd_saved(const linattn_gdn_fwd_args *args, uint64_t *bytes) {
+    return saved_op("gdn_fwd", Family::Gdn, &Backend::gdn_fwd, args, bytes);
+}
+linattn_status linattn_kda_fwd_saved(const linattn_kda_fwd_args *args, uint64_t *bytes) {
+    return saved_op("kda_fwd", Family::Kda, &Backend::kda_fwd, args, bytes);
+}
 
 linattn_status linattn_delta_commit(const linattn_delta_commit_args *args) { return commit_op(args, nullptr); }
 linattn_status linattn_delta_commit_workspace(const linattn_delta_commit_args *args, uint64_t *bytes) {

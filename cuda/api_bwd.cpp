@@ -19,7 +19,7 @@ BwdParams bwd_params(Checker &check, const Args &a, Family family) {
     p.P = p.N;
     p.d_final_state = check("d_final_state", a.d_final_state, Checker::MaybeIn, "[N,HV,K,V]", kStates);
     gate_parameters(check, a, p);
-    check("saved", a.saved, Checker::MaybeIn, "[S]", "u8");
+    p.saved = check("saved", a.saved, Checker::MaybeIn, "[S]", "u8");
     p.dq = check("dq", a.dq, Checker::Out, "[B,T,H,K]", "=q");
     p.dk = check("dk", a.dk, Checker::Out, "[B,T,H,K]", "=q");
     p.dv = check("dv", a.dv, Checker::Out, "[B,T,HV,V]", "=q");
@@ -31,10 +31,8 @@ BwdParams bwd_params(Checker &check, const Args &a, Family family) {
     p.workspace = check("workspace", a.workspace, Checker::MaybeOut, "[W]", "u8");
     if (p.dA_log && !p.A_log) fail(Status::Value, "%s: dA_log is given, but A_log is not", op);
     if (p.ddt_bias && !p.dt_bias) fail(Status::Value, "%s: ddt_bias is given, but dt_bias is not", op);
-    if (choice(op, "save", a.save, 2) != LINATTN_SAVE_NOTHING)
-        fail(Status::Unsupported, "%s: save \"states\" is not there yet; use \"nothing\", which recomputes from the inputs",
-             op);
-    if (given(a.saved)) fail(Status::Value, "%s: saved is given, but save is \"nothing\"", op);
+    const Backend &backend = backend_of(op, check.device_type());
+    saved_states(check, a, p, kda ? backend.kda_fwd : backend.gdn_fwd);
     if (a.splits < 0) fail(Status::Value, "%s: splits is %d; 0 (chosen) or a number of pieces is possible", op, a.splits);
     if (a.splits > 1)
         fail(Status::Unsupported, "%s: splits is %d; this version does not split a sequence (0 or 1)", op, a.splits);

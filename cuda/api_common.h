@@ -101,6 +101,14 @@ void common_inputs(Checker &check, const Args &a, DeltaParams &p) {
     p.device = check.device_id();
 }
 
+inline uint64_t saved_bytes(const char *op, const DeltaParams &p, const OpEntry<DeltaParams> &forward) {
+    if (!forward.saved)
+        fail(Status::Unsupported,
+             "%s: save \"states\" is not there on a GPU; use \"nothing\", with which the backward recomputes from the inputs",
+             op);
+    return forward.saved(p);
+}
+
 template <class Args>
 void gate_parameters(Checker &check, const Args &a, DeltaParams &p) {
     bool kda = p.family == Family::Kda;
@@ -122,6 +130,26 @@ void packed_lengths(Checker &check, const Args &a, DeltaParams &p) {
              check.op(), (long long)p.B);
     if (!p.cu_seqlens) check.bind("N", p.B, "B");
     p.N = check.size("N");
+}
+
+// save = "states": what the forward saves and the backward reads must be as large as the shapes say. forward: the forward's entry.
+template <class Args>
+void saved_states(Checker &check, const Args &a, DeltaParams &p, const OpEntry<DeltaParams> &forward) {
+    const char *op = check.op();
+    if (choice(op, "save", a.save, 2) == LINATTN_SAVE_NOTHING) {
+        if (given(a.saved)) fail(Status::Value, "%s: saved is given, but save is \"nothing\"", op);
+        return;
+    }
+    const uint64_t need = saved_bytes(op, p, forward);
+    if (!given(a.saved))
+        fail(Status::Value, "%s: saved is required, %llu bytes of u8, for save \"states\"", op, (unsigned long long)need);
+    if (static_cast<uint64_t>(a.saved.shape[0]) != need)
+        fail(Status::Value,
+             "%s: saved has %lld bytes, but of these shapes and this dtype of q it has %llu: that of another call, or not all "
+             "of it",
+             op, (long long)a.saved.shape[0], (unsigned long long)need);
+    if ((need > 1 && a.saved.strides[0] != 1) || reinterpret_cast<uintptr_t>(a.saved.data) % 16 != 0)
+        fail(Status::Value, "%s: saved must be contiguous, at an address that is a multiple of 16", op);
 }
 
 inline void rows_match(const char *op, const char *name, int64_t rows, int64_t N, const char *table) {

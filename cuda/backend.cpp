@@ -84,13 +84,27 @@ static bool decodes(const DeltaParams &p) {
            in.dtype == out.dtype && in.stride[2] == out.stride[2] && in.stride[3] == out.stride[3] && fits_decode(p);
 }
 
+static uint64_t gdn_saved(const DeltaParams &p) {
+    require_supported(p);
+    return gdn_saved_bytes(p);
+}
+
 // In chunks wherever TMA can address the inputs, token by token elsewhere.
 static uint64_t gdn_fwd_workspace(const DeltaParams &p) {
     const uint64_t bytes = recurrent_workspace(p);
+    if (p.saved) {
+        if (!gdn_fwd_saving_fits(p))
+            fail(Status::Unsupported, "gdn_fwd: save \"states\" needs q, k, v and o whose strides are multiples of 8 elements");
+        return gdn_fwd_saving_workspace(p, multiprocessors(p.device));
+    }
     return !decodes(p) && gdn_chunked_fits(p) ? gdn_fwd_chunked_workspace(p, multiprocessors(p.device)) : bytes;
 }
 
 const char *gdn_fwd(const DeltaParams &p) {
+    if (p.saved) {
+        launch_gdn_fwd_saving(p, multiprocessors(p.device));
+        return "cuda/chunked";
+    }
     if (decodes(p)) return gdn_decode(p);
     if (!gdn_chunked_fits(p)) return recurrent(p);
     launch_gdn_fwd_chunked(p, multiprocessors(p.device));
@@ -183,12 +197,12 @@ const char *segment_merge(const MergeParams &p) {
 }
 
 const Backend &backend() {
-    static const Backend table = {{gdn_fwd_workspace, gdn_fwd},           {kda_fwd_workspace, kda_fwd},
-                                  {recurrent_workspace, gdn_decode},      {recurrent_workspace, kda_decode},
-                                  {recurrent_workspace, gdn_verify},      {recurrent_workspace, kda_verify},
-                                  {delta_commit_workspace, delta_commit}, {gdn_bwd_workspace, gdn_bwd},
-                                  {delta_bwd_workspace, kda_bwd},         {delta_segment_workspace, gdn_segment},
-                                  {delta_segment_workspace, kda_segment}, {segment_merge_workspace, segment_merge}};
+    static const Backend table = {{gdn_fwd_workspace, gdn_fwd, gdn_saved}, {kda_fwd_workspace, kda_fwd},
+                                  {recurrent_workspace, gdn_decode},       {recurrent_workspace, kda_decode},
+                                  {recurrent_workspace, gdn_verify},       {recurrent_workspace, kda_verify},
+                                  {delta_commit_workspace, delta_commit},  {gdn_bwd_workspace, gdn_bwd},
+                                  {delta_bwd_workspace, kda_bwd},          {delta_segment_workspace, gdn_segment},
+                                  {delta_segment_workspace, kda_segment},  {segment_merge_workspace, segment_merge}};
     return table;
 }
 

@@ -72,6 +72,7 @@ struct DeltaParams {
     int64_t checkpoint_every = 0;
     int splits = 0;
     bool zero_tail = false;  // zero rows of o past cu_seqlens[N]
+    Tensor saved;            // fwd, bwd: of save = "states", else not given
     Tensor workspace;
     int device = 0;
     void *stream = nullptr;
@@ -136,6 +137,8 @@ template <class Params>
 struct OpEntry {
     uint64_t (*workspace)(const Params &) = nullptr;
     const char *(*run)(const Params &) = nullptr;
+    // Of fwd alone, where save = "states" is possible: bytes of `saved`, which follow from sizes.
+    uint64_t (*saved)(const Params &) = nullptr;
 };
 
 struct Backend {

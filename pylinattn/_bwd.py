@@ -168,7 +168,7 @@ def gdn_bwd(
     splits: int | str = "auto",
     checked: bool = False,
 ) -> Gradients:
-    """Gated delta rule, every gradient of gdn_fwd, recomputed from the inputs.
+    """Gated delta rule, every gradient of gdn_fwd.
 
     Args:
         q: ``[B,T,H,K]`` bf16|f16|f32|f64. Queries, of norm <= 1 unless qk_l2norm.
@@ -206,7 +206,8 @@ def gdn_bwd(
             ``exp(A_log)`` if A_log is None.
         beta_form: "weight": beta is the write strength, in [0,2]. "logits": it is
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
-        save: "nothing": all is recomputed from the inputs. "states" is not there yet.
+        save: "nothing": all is recomputed from the inputs. "states": saved is what gdn_fwd saved
+            with the same arguments, save and all.
         splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has
             the same bits packed and alone.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
@@ -259,7 +260,7 @@ def kda_bwd(
     splits: int | str = "auto",
     checked: bool = False,
 ) -> Gradients:
-    """Kimi delta attention, every gradient of kda_fwd, recomputed from the inputs.
+    """Kimi delta attention, every gradient of kda_fwd.
 
     Args:
         q: ``[B,T,H,K]`` bf16|f16|f32|f64. Queries, of norm <= 1 unless qk_l2norm.
@@ -298,7 +299,8 @@ def kda_bwd(
             ``exp(A_log)`` if A_log is None.
         beta_form: "weight": beta is the write strength, in [0,2]. "logits": it is
             ``sigmoid(beta)``. "logits_x2": it is ``2 sigmoid(beta)``.
-        save: "nothing": all is recomputed from the inputs. "states" is not there yet.
+        save: "nothing": all is recomputed from the inputs. "states" (on the CPU alone): saved is what
+            kda_fwd saved with the same arguments, save and all.
         splits: "auto" or int. Pieces per sequence inside the card; 1 is none.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).
     Returns:

@@ -53,6 +53,7 @@ class Op:
         "pack",
         "pack_scalars",
         "query",
+        "query_saved",
         "run",
         "size",
         "tensors",
@@ -74,6 +75,7 @@ class Op:
         self.pack = packer.pack
         self.query: Callable[[bytes, Any], int] = getattr(lib, f"linattn_{name}_workspace")
         self.run: Callable[[bytes], int] = getattr(lib, f"linattn_{name}")
+        self.query_saved = getattr(lib, f"linattn_{name}_saved", None)  # of a forward
         # Right behind the size, the workspace last.
         self.tensors = formats.count(_FORMATS["linattn_tensor"])
         self._tensor_fields = 2 * self.tensors
@@ -199,6 +201,14 @@ class Call(Caller):
                 libraries[type(x)].wrote(x)
         if self._on_gpu:
             self._library.finish(self.first[1].device_id)
+
+    def make_saved(self, *fields: Any) -> Array:
+        """The buffer that save "states" fills, for the fields of run() without it."""
+        answer = ffi.new(_new_bytes_needed)
+        status = self.op.query_saved(self.op.pack(self.op.size, *fields), answer)
+        if status:
+            raise_status(status)
+        return self.make((answer[0],), U8)
 
     def result(self, x: Array) -> Array:
         """An output as the caller gets it."""

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from arrays import round_to
 from cases import Case, Input
-from harness import PYTHON_OPTIONS_OF_REFERENCE, Call, check, expect, need_kernel
+from harness import (
+    PYTHON_OPTIONS_OF_REFERENCE,
+    Call,
+    check,
+    check_outputs,
+    check_states,
+    expect,
+    need_kernel,
+)
 
 # Largest relative RMS error per sequence and head, by dtype of the gradient compared: what a loop in fp64 or fp32 leaves, and
 # one rounding to nearest of a half precision.
@@ -125,6 +133,29 @@ def backward_call(device, case, inputs=None, outputs=None, layouts=None, **optio
 
 def backward(device, case, inputs=None, outputs=None, layouts=None, **options):
     return Backward(backward_call(device, case, inputs, outputs, layouts, **options)())
+
+
+def saving(device, case, inputs=None, layouts=None, **options):
+    """The forward with save "states", and the backward that reads what it saved."""
+    inputs = make(case) if inputs is None else inputs
+    given = {k: x for k, x in inputs.items() if not k.startswith("d_")}
+    outputs = {
+        "o": (inputs["v"].values.shape, case.dtype),
+        "final_state": ((len(case.lengths), case.HV, case.K, case.V), case.state),
+    }
+    options = case.keywords | options | {"save": "states"}
+    forward = Call(device, f"{case.family}_fwd", given, outputs, options, layouts)()
+    call = backward_call(device, case, inputs, None, layouts, **options)
+    call.options["saved"] = forward.returned.saved
+    return forward, Backward(call())
+
+
+def check_forward(case, forward, inputs):
+    """Outputs and final state of a forward against the float64 loop."""
+    given = {k: x for k, x in inputs.items() if not k.startswith("d_")}
+    want = expect(forward.op, given, case.keywords)
+    check_outputs(forward.values("o"), want.o, case.dtype, case.spans, path=forward.path)
+    check_states(forward.values("final_state"), want.final_state, case.state, forward.path)
 
 
 def expected(case, inputs, **options):

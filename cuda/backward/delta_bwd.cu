@@ -7,7 +7,7 @@
 //
 // and {gdn,kda}_segment: prepare, and one scan of the map (delta_bwd_scan.cu).
 //
-// Nothing of the forward is kept: save = "nothing". No atomics; a sequence's gradients do not depend on what it is packed with.
+// Nothing of the forward is needed. No atomics; a sequence's gradients do not depend on what it is packed with.
 #include "common/device_guard.h"
 #include "common/launch.h"
 #include "tokens.cuh"
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(1024) delta_bwd_plan_kernel(const __grid_const
     ptx::griddepcontrol_launch_dependents();
     const int N = static_cast<int>(call.p.N), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (call.w.flags)
-        for (int64_t i = threadIdx.x; i < call.cleared; i += 1024) call.w.flags[i] = 0;
+        for (int64_t i = threadIdx.x; i < call.cleared; i += 1024) call.w.flags[i] = call.kept ? call.kept[i] : 0;
     int before = 0;
     for (int first = 0; first < N; first += 1024) {
         const int n = first + static_cast<int>(threadIdx.x);
@@ -187,7 +187,7 @@ uint64_t cut(const BwdParams &p, bool segment, char *base, BwdWorkspace &w) {
     take(w.q, rows * p.H * p.K), take(w.k, rows * p.H * p.K);
     take(w.decay, rows * p.HV * channels), take(w.beta, rows * p.HV);
     if (segment) return used;
-    w.chunks = p.cu_seqlens ? p.T / kBwdChunk + p.N : p.B * ((p.T + kBwdChunk - 1) / kBwdChunk);
+    w.chunks = most_bwd_chunks(p);
     take(w.chunk_start, p.N + 1);
     take(w.e, rows * p.HV * p.V), take(w.du, rows * p.HV * p.V);
     take(w.states, w.chunks * p.HV * p.K * p.V), take(w.grads, w.chunks * p.HV * p.K * p.V);

@@ -28,8 +28,14 @@ struct BwdCall {
     BwdParams p;
     BwdWorkspace w;
     Tensor transition, added;  // segments only, as in SegmentParams
-    int64_t cleared;           // words from w.flags on that the plan sets to 0
+    int64_t cleared;           // words from w.flags on that the plan sets to 0, or to these
+    const int *kept;           // may be null
 };
+
+// Of all sequences, at most: what is allotted.
+inline int64_t most_bwd_chunks(const DeltaParams &p) {
+    return p.cu_seqlens ? p.T / kBwdChunk + p.N : p.B * ((p.T + kBwdChunk - 1) / kBwdChunk);
+}
 
 uint64_t delta_bwd_workspace_bytes(const BwdParams &p);
 void launch_delta_bwd(const BwdParams &p);

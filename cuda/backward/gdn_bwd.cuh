@@ -73,19 +73,25 @@ struct Factors : ScanFactors {
 };
 static_assert(sizeof(ScanFactors) % 32 == 0 && sizeof(Factors) % 16 == 0, "half of the one, all of the other are bulk copies");
 
+// What a call does: all of it; with save = "states" the forward its part, and the backward the rest (gdn_bwd_saved.cu).
+enum class Part : int { Whole, Forward, Reverse };
+
 struct Call {
-    CUtensorMap map_q, map_k, map_v, map_do;  // the caller's arrays, where TMA takes them
-    BwdCall exact;                            // arguments, and the workspace of the kernels in float
-    Largest *largest;                         // [N][H]
+    CUtensorMap map_q, map_k, map_v, map_do, map_o;  // the caller's arrays, where TMA takes them
+    BwdCall exact;                                   // arguments, and the workspace of the kernels in float
+    Largest *largest;                                // [N][H]
     // Tiles of each chunk and key head; and of each chunk and value head.
     uint16_t *q, *k;
     uint16_t *solve;   // -X: X = 2^(G_i - G_j) of L (1 + beta L)^-1, L_ij = k_i . k_j below the diagonal
     uint16_t *pairs;   // P / queries
     uint16_t *e, *dr;  // e = v - P^T k; dr = du of delta_bwd.cu
     Factors *factors;
+    char *states;         // tiles of S before each chunk
+    int64_t state_bytes;  // from one of them to the next
     Cut cut;
     int multiprocessors;
-    bool tma;  // it takes all four
+    Part part;
+    bool tma;  // it takes all that there are
 
     __device__ __forceinline__ const BwdParams &p() const { return exact.p; }
     __device__ __forceinline__ int64_t of_key(int64_t chunk, int64_t head) const { return chunk * exact.p.H + head; }
@@ -105,10 +111,11 @@ struct Call {
     __device__ __forceinline__ float *state_at(int place) const { return cut.places + place * (exact.p.K * exact.p.V); }
     // Are a chunk's rows loaded by TMA from the caller's arrays? It would take rows past a sequence's end as they are.
     __device__ __forceinline__ bool as_given(const Chunk &c) const { return tma && c.length == kC; }
-    // Of S before the chunk, or of D after it, in the first half of the slot of the kernels in float.
+    // Tiles of S before the chunk, and of D after it: in the first half of the slots of the kernels in float, but S that is saved.
+    __device__ __forceinline__ char *state(int64_t value) const { return states + value * state_bytes; }
     template <class C>
-    __device__ __forceinline__ char *state(float *of, int64_t value) const {
-        return reinterpret_cast<char *>(of + value * C::D * C::D);
+    __device__ __forceinline__ char *grad(int64_t value) const {
+        return reinterpret_cast<char *>(exact.w.grads + value * C::D * C::D);
     }
 };
 
@@ -198,11 +205,13 @@ __device__ __forceinline__ float sum_quad(float x) {
 }
 
 void launch_prepare(const Call &call);
+void launch_units(const Call &call);  // where prepare was the forward's
 void launch_cut(const Call &call);
-void launch_scan(const Call &call, ScanItem *items);  // null: nothing is cut
+void launch_scan(const Call &call, ScanItem *items);     // null: nothing is cut
+void launch_outputs(const Call &call, ScanItem *items);  // that of Part::Forward
 void launch_join(const Call &call);
 void launch_gradients(const Call &call);
-int cut_streams(const BwdParams &p, int multiprocessors);
+int cut_streams(const BwdParams &p, int directions, int multiprocessors);
 
 // f(Config) for the call.
 template <class F>

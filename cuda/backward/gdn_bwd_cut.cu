@@ -18,7 +18,9 @@ __host__ __device__ constexpr int segments_of(int chunks, int segment) {
     return chunks <= segment ? 1 : (chunks - 1) / segment + 1;
 }
 // Clusters of the first launch for a sequence of so many segments: N, N' and M of those between.
-__host__ __device__ constexpr int first_items(int segments) { return segments == 1 ? 2 : 2 + 3 * (segments - 2); }
+__host__ __device__ constexpr int first_items(int segments, int directions) {
+    return segments == 1 ? directions : directions + (directions + 1) * (segments - 2);
+}
 
 // Chunks of a segment, and what the whole then takes.
 struct Choice {
@@ -31,15 +33,17 @@ __device__ __forceinline__ int time_of(int clusters, int work, int longest, int 
 }
 
 // By a converged warp, the same in every lane; lane n has the chunks of sequence n, and tries segments of a part in n + 1 of the longest.
-__device__ __forceinline__ Choice choose(int own, int N, int streams, int room) {
+__device__ __forceinline__ Choice choose(int own, int N, int directions, int streams, int room) {
     const int lane = threadIdx.x % 32;
     const int longest = max(__reduce_max_sync(~0u, own), 1), segment = (longest + lane) / (lane + 1);
     int first = 0, later = 0, work = 0, forgetting = 0, forgetting_work = 0;
     for (int m = 0; m < N; m++) {
         const int chunks = __shfl_sync(~0u, own, m), segments = segments_of(chunks, segment);
-        first += first_items(segments), later += 2 * (segments - 1);
-        work += segments == 1 ? 2 * chunks : chunks + 2 * (segments - 2) * segment;
-        forgetting += 2 * segments, forgetting_work += 2 * (chunks + (segments - 1) * kUsualSilence);
+        first += first_items(segments, directions), later += directions * (segments - 1);
+        work += segments == 1    ? directions * chunks
+                : directions > 1 ? chunks + 2 * (segments - 2) * segment
+                                 : (1 + 2 * (segments - 2)) * segment;
+        forgetting += directions * segments, forgetting_work += directions * (chunks + (segments - 1) * kUsualSilence);
     }
     // The lane with the least cost, of equal ones that with the fewest segments; one segment each always fits.
     const auto least = [&](bool fits, int cost) {
@@ -53,7 +57,7 @@ __device__ __forceinline__ Choice choose(int own, int N, int streams, int room) 
     int places = 0;
     for (int m = 0; m < N; m++) {
         const int chunks = __shfl_sync(~0u, own, m);
-        places += max(2 * segments_of(chunks, segment), first_items(segments_of(chunks, choice.exact)));
+        places += max(directions * segments_of(chunks, segment), first_items(segments_of(chunks, choice.exact), directions));
     }
     const int most = least(places <= room, time_of(forgetting, forgetting_work, segment + kUsualSilence, streams));
     choice.forgetting = __shfl_sync(~0u, segment, most);
@@ -77,15 +81,16 @@ struct Cutting {
     // Segment s as the scan gives it out, from there.
     __device__ __forceinline__ ScanItem given_out(int s, bool reverse, int silent, int from) const {
         const int begin = s * segment, end = min(begin + segment, chunks);
-        const int to = reverse ? (s == 0 ? kGiven : kNothing) : kNothing;
+        const int to = s == (reverse ? 0 : segments - 1) ? kGiven : kNothing;
         return {n, head, reverse ? begin : begin - silent, end - begin + silent, silent, from, to, kNothing, reverse, false};
     }
     __device__ __forceinline__ ScanItem first(int i) const {
         const ScanItem none = {-1};
-        if (chunks == 0 && i != 1) return none;  // it hands its D on
+        const int directions = call.cut.directions;
+        const bool reverse = reverse_of(i);
+        if (chunks == 0 && i != directions - 1) return none;  // it hands its state on
         if (forgetting || segments == 1) {
-            const int s = i / 2;
-            const bool reverse = i % 2;
+            const int s = i / directions;
             if (s >= segments) return none;
             const bool at_end = s == (reverse ? segments - 1 : 0);
             const int silent = at_end ? 0 : reverse ? smem.silent[1][s] : smem.silent[0][s - 1];
@@ -93,23 +98,27 @@ struct Cutting {
             if (reverse ? item.begin + item.chunks < chunks : item.begin > 0) item.from = kNothing;
             return item;
         }
-        if (i < 2) {
-            ScanItem item = given_out(i == 0 ? 0 : segments - 1, i == 1, 0, kGiven);
-            item.to = i == 0 ? before(1) : after(segments - 2);
+        if (i < directions) {
+            ScanItem item = given_out(reverse ? segments - 1 : 0, reverse, 0, kGiven);
+            item.to = reverse ? after(segments - 2) : before(1);
             return item;
         }
-        const int s = (i - 2) / 3 + 1, begin = s * segment;
+        const int of_middle = (i - directions) % (directions + 1), s = (i - directions) / (directions + 1) + 1;
+        const int begin = s * segment;
         if (s >= segments - 1) return none;
-        switch ((i - 2) % 3) {
-            case 0: return {n, head, begin, segment, segment, kNothing, after(s - 1), kNothing, true, false};
-            case 1: return {n, head, begin, segment, segment, kNothing, before(s + 1), kNothing, false, false};
-            default: return {n, head, begin, segment, segment, identity, before(s) + 1, after(s) + 1, false, true};
-        }
+        if (of_middle == directions)
+            return {n, head, begin, segment, segment, identity, before(s) + 1, after(s) + 1, false, true};
+        return (directions == 2 ? of_middle == 0 : reverse)
+                   ? ScanItem{n, head, begin, segment, segment, kNothing, after(s - 1), kNothing, true, false}
+                   : ScanItem{n, head, begin, segment, segment, kNothing, before(s + 1), kNothing, false, false};
+    }
+    __device__ __forceinline__ bool reverse_of(int i) const {
+        return call.cut.directions == 2 ? i % 2 : call.part == Part::Reverse;
     }
     __device__ __forceinline__ ScanItem later(int i) const {
-        const int s = i / 2;
+        const int s = i / call.cut.directions;
         if (forgetting || s >= segments - 1) return {-1};
-        return i % 2 ? given_out(s, true, 0, after(s)) : given_out(s + 1, false, 0, before(s + 1));
+        return reverse_of(i) ? given_out(s, true, 0, after(s)) : given_out(s + 1, false, 0, before(s + 1));
     }
 };
 
@@ -117,25 +126,25 @@ __global__ void __launch_bounds__(kCutThreads) gdn_bwd_cut_kernel(const __grid_c
     extern __shared__ __align__(1024) char smem_bytes[];
     CutSmem &smem = *reinterpret_cast<CutSmem *>(smem_bytes);
     const BwdParams &p = call.p();
-    const int lane = threadIdx.x % 32, N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), streams = call.cut.streams,
-              room = call.cut.room;
+    const int lane = threadIdx.x % 32, N = static_cast<int>(p.N), HV = static_cast<int>(p.HV), directions = call.cut.directions,
+              streams = call.cut.streams, room = call.cut.room;
     const int n = blockIdx.x / HV, head = blockIdx.x % HV;
     ptx::griddepcontrol_launch_dependents();
     // Lengths are the caller's, so all of this need not wait for the kernels before.
     const int own = lane < N ? (make_item(p, lane, 0, 0).length + kC - 1) / kC : 0;
-    const Choice choice = choose(own, N, streams, room);
+    const Choice choice = choose(own, N, directions, streams, room);
     // Places of the items and slots: those of the sequences before come first.
     int place = 0, later_place = 0, first_chunk = 0;
     for (int m = 0; m < n; m++) {
         const int chunks = __shfl_sync(~0u, own, m), exact = segments_of(chunks, choice.exact);
-        place += max(2 * segments_of(chunks, choice.forgetting), first_items(exact));
-        later_place += 2 * (exact - 1), first_chunk += chunks;
+        place += max(directions * segments_of(chunks, choice.forgetting), first_items(exact, directions));
+        later_place += directions * (exact - 1), first_chunk += chunks;
     }
     const int chunks = __shfl_sync(~0u, own, n);
     const int exact = segments_of(chunks, choice.exact), forgetting = segments_of(chunks, choice.forgetting);
-    const int places = max(2 * forgetting, first_items(exact)), later_places = 2 * (exact - 1);
+    const int places = max(directions * forgetting, first_items(exact, directions)), later_places = directions * (exact - 1);
 
-    const int slot = head * call.cut.slots_a_head() + later_place, identity = 2 * HV * call.cut.slots_a_head();
+    const int slot = head * call.cut.slots_a_head() + later_place / directions * 2, identity = 2 * HV * call.cut.slots_a_head();
     const int D = static_cast<int>(p.K);
     float *of_identity = call.state_at(identity);
     for (int i = blockIdx.x * kCutThreads + threadIdx.x; i < D * D; i += gridDim.x * kCutThreads)
@@ -193,18 +202,18 @@ __global__ void __launch_bounds__(2 * D) gdn_bwd_join_kernel(const __grid_consta
     constexpr int kSlices = D / kJoinColumns;
     const int slice = blockIdx.x % kSlices, reverse = blockIdx.x / kSlices % 2;
     const JoinItem item = call.cut.join[blockIdx.x / kSlices / 2];
-    if (item.hops > 0)
+    if (item.hops > 0 && (call.part == Part::Whole || reverse == (call.part == Part::Reverse)))
         join_segments(*reinterpret_cast<JoinSmem<D> *>(smem_bytes), call.state_at(2 * (item.slot + reverse)), 4 * D * D,
                       item.hops, slice);
 }
 
-// Clusters that a head may have at once, or 0 where nothing is cut: not even two segments of each sequence's two scans would run at
+// Clusters that a head may have at once, or 0 where nothing is cut: not even two segments of each sequence's scans would run at
 // once, nor is a pack, whose lengths are on the device, so long that there may be work for them.
-int cut_streams(const BwdParams &p, int multiprocessors) {
+int cut_streams(const BwdParams &p, int directions, int multiprocessors) {
     if (p.splits == 1 || p.N < 1 || p.N > kMaxCutSequences || p.HV < 1 || p.T < kLeastCutChunks * kC) return 0;
     const int64_t streams = multiprocessors / (p.HV * (p.V / 64));
-    const bool long_pack = p.cu_seqlens && streams >= 4 && p.T >= p.N * kLeastCutChunks * kC;
-    return streams >= 2 * (p.N + 1) || long_pack ? static_cast<int>(streams) : 0;
+    const bool long_pack = p.cu_seqlens && streams >= 2 * directions && p.T >= p.N * kLeastCutChunks * kC;
+    return streams >= directions * (p.N + 1) || long_pack ? static_cast<int>(streams) : 0;
 }
 
 static LaunchConfig config_of(const BwdParams &p, int64_t blocks, int64_t threads, int64_t smem_bytes) {

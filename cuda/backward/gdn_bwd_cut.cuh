@@ -40,13 +40,14 @@ struct JoinItem {
 constexpr int kMaxCutSequences = 32;
 
 struct Cut {
+    int directions;   // of the scan, in one launch: 2, or 1 where the other is another call's (save = "states")
     int streams = 0;  // clusters of the scan that a head may have at once; 0: nothing is cut
     int room;         // that it may have
     ScanItem *first;  // [HV][room]: of the launch before the join
     ScanItem *later;  // [HV][room]: of that behind it
     JoinItem *join;   // [N][HV]
-    float *places;    // [HV][streams / 2][2][2][D][D], V-first; [D][D]: the identity
-    __host__ __device__ __forceinline__ int slots_a_head() const { return streams / 2 * 2; }
+    float *places;    // [HV][streams / directions][2][2][D][D], V-first; [D][D]: the identity
+    __host__ __device__ __forceinline__ int slots_a_head() const { return streams / directions * 2; }
 };
 
 }  // namespace linattn::cuda::gdn_bwd

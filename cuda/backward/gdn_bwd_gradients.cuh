@@ -132,12 +132,12 @@ struct GradientsParts {
             warp_arrive(tokens_ring.full(at.stage), lane);
         }
     }
-    __device__ __forceinline__ void fetch_state(const Chunk &c, const RingState<1> &at, const Ring<1> &ring, uint32_t to,
-                                                float *from) const {
+    __device__ __forceinline__ void fetch_state(const RingState<1> &at, const Ring<1> &ring, uint32_t to,
+                                                const char *from) const {
         ring.wait_empty(at);
         if (lane != 0) return;
         ptx::mbarrier_arrive_expect_tx(ring.full(0), State::kBytes);
-        copy(to, call.state<C>(from, call.of_value(c.index, c.head)), State::kBytes, ring.full(0));
+        copy(to, from, State::kBytes, ring.full(0));
     }
     // Asks for S, D, and with a first head for q and k, early, to L2: shared memory has no room for two.
     __device__ __forceinline__ void prefetch(const Chunk &c) const {
@@ -149,8 +149,8 @@ struct GradientsParts {
             ptx::cp_async_bulk_prefetch(tile_of<Rows>(call.k, key), Rows::kBytes);
         }
         const int64_t own = call.of_value(c.index, c.head);
-        ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.states, own), State::kBytes);
-        ptx::cp_async_bulk_prefetch(call.state<C>(call.exact.w.grads, own), State::kBytes);
+        ptx::cp_async_bulk_prefetch(call.state(own), State::kBytes);
+        ptx::cp_async_bulk_prefetch(call.grad<C>(own), State::kBytes);
     }
     static __device__ __forceinline__ void multipliers() { ptx::barrier_sync(kMultipliers, kMultiply); }
     static __device__ __forceinline__ void helpers() { ptx::barrier_sync(kHelpersOnly, kHelpers); }
@@ -313,8 +313,9 @@ struct GradientsParts {
             fetch_tokens(cursor.c, tokens), tokens.advance();
             if (cursor.item != blockIdx.x || cursor.r > 0) prefetch(cursor.c);
             if (!call.flagged(cursor.c.n, cursor.c.head)) {
-                fetch_state(cursor.c, states, state_ring, s_state, call.exact.w.states);
-                fetch_state(cursor.c, states, grad_ring, s_grad, call.exact.w.grads);
+                const int64_t own = call.of_value(cursor.c.index, cursor.c.head);
+                fetch_state(states, state_ring, s_state, call.state(own));
+                fetch_state(states, grad_ring, s_grad, call.grad<C>(own));
                 states.advance();
             }
         }

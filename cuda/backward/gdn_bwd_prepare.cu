@@ -80,7 +80,7 @@ struct Prepare {
             ptx::cp_async_commit_group();
         }
         if (warp == 3) gates();
-        if (warp < 2) {
+        if (warp < (call.part == Part::Forward ? 1 : 2)) {
             const float largest = largest_of_rows<T, D>(warp == 0 ? call.p().v : call.p().d_o, c);
             if (lane == 0) smem.rows[warp] = largest;
         }
@@ -413,7 +413,8 @@ struct Prepare {
             __syncthreads();  // norms are known
             factors(largest_query());
             if (warp == 0) note(&call.largest_of(c.n, c.key_head).v, smem.rows[0]);
-            if (warp == 1) note(&call.largest_of(c.n, c.key_head).d_o, largest_query() * smem.rows[1]);
+            if (warp == 1 && call.part != Part::Forward)
+                note(&call.largest_of(c.n, c.key_head).d_o, largest_query() * smem.rows[1]);
             give_rows();
             ptx::wgmma_wait_group<0>();
             ptx::register_fence(x);

@@ -3,6 +3,7 @@
 #include "bwd.h"
 #include "delta.h"
 #include "kernels.h"
+#include "schedule.h"
 
 namespace linattn::cpu {
 namespace {
@@ -15,8 +16,16 @@ const char *path() {
     }
 }
 
-const char *run(const DeltaParams &p) {
+// save = "states" is the states after every 64 tokens, as checkpoints.
+DeltaParams with_saved(const DeltaParams &p) {
+    DeltaParams with = p;
+    if (p.saved) with.checkpoints = saved_states(p), with.checkpoint_every = kChunk, with.C = saved_rows(p);
+    return with;
+}
+
+const char *run(const DeltaParams &given) {
     const char *name = path();
+    const DeltaParams p = with_saved(given);
     if (p.q.dtype == DType::F64)
         run_delta<double>(p);
     else
@@ -34,6 +43,11 @@ void check_head(const char *op, int64_t K, int64_t V) {
 uint64_t delta_workspace(const DeltaParams &p) {
     check_head(op_name(p), p.K, p.V);
     return 0;
+}
+
+uint64_t delta_saved(const DeltaParams &p) {
+    check_head(op_name(p), p.K, p.V);
+    return saved_rows(p) * p.HV * p.K * p.V * dtype_bytes(saved_states(p).dtype);
 }
 
 uint64_t commit_workspace(const CommitParams &p) {
@@ -86,8 +100,8 @@ const char *segment_merge(const MergeParams &p) { return run_as(run_merge<float>
 
 const Backend &backend() {
     static constexpr Backend table = {
-        {delta_workspace, gdn_fwd},
-        {delta_workspace, kda_fwd},
+        {delta_workspace, gdn_fwd, delta_saved},
+        {delta_workspace, kda_fwd, delta_saved},
         {delta_workspace, gdn_decode},
         {delta_workspace, kda_decode},
         {delta_workspace, gdn_verify},

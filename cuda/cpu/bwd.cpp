@@ -8,7 +8,7 @@
 //
 // A task is one (sequence, key head) with its value heads in order, whose shares of dq and dk are added up in scratch; no
 // result depends on the number of threads. For each value head:
-//   forward   the state at every kChunk-th token, from the inputs: nothing is kept by the forward op
+//   forward   the state at every kChunk-th token, from the inputs, or as the forward op saved them
 //   reverse   per chunk, last to first, and per block of columns: the states after each token again, then the steps above
 // A thread's scratch is 2 K (longest sequence) + K V (1 + longest / kChunk) + K kCols kChunk elements, and some rows.
 // Gradients of A_log and dt_bias are summed in double per sequence, then over the sequences in order.
@@ -68,7 +68,15 @@ class Backward {
           blocks_((p.V + kCols<Real> - 1) / kCols<Real>),
           dA_log_(p.A_log ? p.N * p.HV : 0),
           ddt_bias_(p.gate == Gate::None ? 0 : p.N * p.HV * channels_),
-          scratch_(part_bytes(), schedule_.workers) {}
+          saved_(saved_states(p)),
+          saved_starts_(p.saved ? p.N : 0),
+          scratch_(part_bytes(), schedule_.workers) {
+        int64_t row = 0;
+        for (size_t n = 0; n < saved_starts_.size(); ++n) {
+            saved_starts_[n] = row;
+            row += span_of_sequence(p, static_cast<int64_t>(n)).length / kChunk;
+        }
+    }
 
     void run() {
         parallel_for(schedule_.tasks(), schedule_.workers,
@@ -119,8 +127,12 @@ class Backward {
             load_state(p_.d_final_state, n, head, block, rows.D + block * block_elems());
         }
         for (int64_t chunk = 0; chunk + 1 < chunks; ++chunk) {
-            prepare_tokens(p_, kernel_, gate, run_of(chunk), rows.tokens);
-            for (int64_t block = 0; block < blocks_; ++block) mark_next(rows, run_of(chunk), chunk, block);
+            if (!p_.saved) prepare_tokens(p_, kernel_, gate, run_of(chunk), rows.tokens);
+            for (int64_t block = 0; block < blocks_; ++block)
+                if (p_.saved)
+                    load_state(saved_, saved_starts_[n] + chunk, head, block, mark(rows, chunk + 1, block));
+                else
+                    mark_next(rows, run_of(chunk), chunk, block);
         }
         for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
             const TokenRun run = run_of(chunk);
@@ -240,6 +252,8 @@ class Backward {
     const Schedule schedule_;
     const int64_t blocks_;
     std::vector<double> dA_log_, ddt_bias_;  // [N][HV], [N][HV][channels]; each element is one task's
+    const Tensor saved_;
+    std::vector<int64_t> saved_starts_;  // row of each sequence's first, where the forward saved them
     const Scratch scratch_;
 };
 

@@ -3,12 +3,23 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../ops.h"
 #include "memory.h"
 #include "parallel.h"
 
 namespace linattn::cpu {
 
 constexpr int64_t kChunk = 64;  // tokens prepared at a time
+
+// save = "states": the state after every kChunk tokens of each sequence, [rows][HV][K][V], sequence after sequence.
+inline int64_t saved_rows(const DeltaParams &p) { return p.B * (p.T / kChunk); }
+inline Tensor saved_states(const DeltaParams &p) {
+    Tensor t;
+    t.data = p.saved.data;
+    t.dtype = p.q.dtype == DType::F64 ? DType::F64 : DType::F32;
+    t.stride[0] = p.HV * p.K * p.V, t.stride[1] = p.K * p.V, t.stride[2] = p.V, t.stride[3] = 1;
+    return t;
+}
 
 struct Schedule {
     int64_t N = 0, HV = 0, blocks = 0, groups = 1;

@@ -87,6 +87,12 @@ typedef enum {
     LINATTN_BETA_LOGITS_X2 = 2 /* 2 sigmoid(beta): lets the transition have negative eigenvalues */
 } linattn_beta_form;
 
+/* NOTHING: the backward recomputes from its inputs. STATES: the forward fills `saved`, linattn_{gdn,kda}_fwd_saved() bytes, which the
+ * backward of the same arguments reads: less work there, in all a faster step, for memory. It is opaque, may be copied, and belongs to
+ * device, library version, shapes, options and contents of the forward's call. Per token (a last chunk of 64 of a sequence counts whole;
+ * packed, a sequence counts one more): on a GPU, GDN alone, 2 K V / 64 + 2 V + 309 bytes for each value head and 4 K for each of H, at
+ * K = V = 128 1077 and 512; on the CPU K V / 64 elements of float (double for double q) for each value head. Not with read_indices,
+ * write_indices, checkpoints or a final_state that is initial_state itself. */
 typedef enum { LINATTN_SAVE_NOTHING = 0, LINATTN_SAVE_STATES = 1 } linattn_save;
 typedef enum { LINATTN_FORWARD = 0, LINATTN_BACKWARD = 1 } linattn_direction;
 typedef enum { LINATTN_READ_ONLY = 1 } linattn_tensor_flags; /* refused as an output */
@@ -465,6 +471,11 @@ LINATTN_API linattn_status linattn_kda_segment(const linattn_kda_segment_args *a
 LINATTN_API linattn_status linattn_kda_segment_workspace(const linattn_kda_segment_args *args, uint64_t *bytes);
 LINATTN_API linattn_status linattn_segment_merge(const linattn_segment_merge_args *args);
 LINATTN_API linattn_status linattn_segment_merge_workspace(const linattn_segment_merge_args *args, uint64_t *bytes);
+
+/* The bytes of `saved` that the forward with these arguments needs, from shapes alone; it ignores the `saved` given. 0 with
+ * LINATTN_SAVE_NOTHING. The workspace depends on `save` too. */
+LINATTN_API linattn_status linattn_gdn_fwd_saved(const linattn_gdn_fwd_args *args, uint64_t *bytes);
+LINATTN_API linattn_status linattn_kda_fwd_saved(const linattn_kda_fwd_args *args, uint64_t *bytes);
 
 /* Is there a kernel for this op ("gdn_fwd") on this device, for q of this dtype and heads of K and V? LINATTN_OK, or
  * LINATTN_ERR_UNSUPPORTED with the reason in linattn_last_error(). */

@@ -283,6 +283,34 @@ __global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? 2 : 8)
 }
 
 template <class C>
+__global__ void __launch_bounds__(C::kThreads, 2)
+    delta_recurrent_flagged_kernel(const __grid_constant__ DeltaParams p, const int *flags) {
+    extern __shared__ __align__(16) char smem_bytes[];
+    Smem<C> &smem = *reinterpret_cast<Smem<C> *>(smem_bytes);
+    constexpr int kBlocksV = C::D / C::kColumns;
+    zero_tail<C::D, C::kThreads>(p, blockIdx.x, gridDim.x);
+    if (!flags[p.N * p.HV]) return;
+    for (int64_t i = blockIdx.x; i < p.N * p.HV * kBlocksV; i += gridDim.x) {
+        const int64_t n = i / kBlocksV / p.HV, head = i / kBlocksV % p.HV;
+        if (!flags[n * p.HV + head]) continue;
+        __syncthreads();  // the previous item's slots are free
+        run_item<C>(p, make_item(p, n, static_cast<int>(head), static_cast<int>(i % kBlocksV) * C::kColumns), smem);
+    }
+}
+
+template <int D>
+void launch_flagged(const DeltaParams &p, const int *flags) {
+    using C = Config<D, false, 4, false>;
+    const int64_t items = p.N * p.HV * (D / C::kColumns);
+    LaunchConfig config;
+    config.grid.x = p.zero_tail || items > 1056 ? 1056 : items;
+    config.block.x = C::kThreads;
+    config.smem_bytes = sizeof(Smem<C>);
+    config.stream = static_cast<cudaStream_t>(p.stream);
+    linattn::cuda::launch("delta_recurrent_flagged_kernel", delta_recurrent_flagged_kernel<C>, config, p, flags);
+}
+
+template <class C>
 void launch(const DeltaParams &p) {
     int64_t items = p.N * p.HV * (C::D / C::kColumns);
     if (p.zero_tail && p.T > items) items = p.T < 1024 ? p.T : 1024;
@@ -304,6 +332,11 @@ void launch_for(const DeltaParams &p) {
 }
 
 }  // namespace delta_recurrent
+
+void launch_delta_recurrent_flagged(const DeltaParams &p, const int *flags) {
+    DeviceGuard guard(p.device);
+    p.K == 128 ? delta_recurrent::launch_flagged<128>(p, flags) : delta_recurrent::launch_flagged<64>(p, flags);
+}
 
 void launch_delta_recurrent(const DeltaParams &p) {
     using namespace delta_recurrent;

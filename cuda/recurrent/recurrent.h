@@ -8,6 +8,8 @@ namespace linattn::cuda {
 constexpr int64_t kMaxGrid = int64_t{1} << 30;  // CTAs in x; the kernels loop over what is beyond
 
 void launch_delta_recurrent(const DeltaParams &p);  // {gdn,kda}_{fwd,decode,verify}
+// gdn_fwd of the sequences and heads that are flagged, [N][HV] and whether any is; and the rows that are to be zeroed.
+void launch_delta_recurrent_flagged(const DeltaParams &p, const int *flags);
 // The same at memory speed, for states that are contiguous in their pool: decode, and verify of a chain that writes no states.
 void launch_gdn_decode(const DeltaParams &p, int multiprocessors);
 void launch_kda_decode(const DeltaParams &p, int multiprocessors);

@@ -30,8 +30,10 @@ using std::min;
 #include "backward/gdn_bwd.cu"
 #include "backward/gdn_bwd_cut.cu"
 #include "backward/gdn_bwd_gradients.cu"
+#include "backward/gdn_bwd_outputs.cu"
 #include "backward/gdn_bwd_prepare.cu"
 #include "backward/gdn_bwd_scan.cu"
+#include "backward/gdn_bwd_units.cu"
 #include "common/tensor_map.h"
 
 namespace linattn::cuda {
@@ -56,8 +58,9 @@ void launch_delta_bwd_plan(const BwdCall &call) {
         sum += (make_item(call.p, n, 0, 0).length + kBwdChunk - 1) / kBwdChunk;
     }
     call.w.chunk_start[call.p.N] = sum;
-    for (int i = 0; i < call.cleared; i++) call.w.flags[i] = 0;
+    for (int i = 0; i < call.cleared; i++) call.w.flags[i] = call.kept ? call.kept[i] : 0;
 }
+void launch_delta_recurrent_flagged(const DeltaParams &, const int *) {}
 void launch_delta_bwd_prepare(const BwdCall &) {}
 void launch_delta_bwd_scans(const BwdCall &) {}
 void launch_delta_bwd_chunks(const BwdCall &) {}
@@ -79,15 +82,16 @@ struct Plain {
     int64_t stride[5];
     int32_t dtype;
 };
-// arrays: q k v g beta d_o | state_in d_final_state cu_seqlens A_log dt_bias | dq dk dv dg dbeta d_initial_state dA_log ddt_bias.
-// sizes: B T H HV K N. Returns how many sequences and heads were flagged; items: of the scan's two launches, where sequences may be cut.
+// arrays: q k v g beta d_o | state_in d_final_state cu_seqlens A_log dt_bias | dq dk dv dg dbeta d_initial_state dA_log ddt_bias |
+// o final_state: where o is given, the forward with save = "states" gives it. sizes: B T H HV K N. Returns how many sequences and heads were flagged; items: of the scan's two launches, where sequences may be cut.
 extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2norm, int gate, int beta_form, double lower,
                        int multiprocessors, int splits, int *items) {
     BwdParams p;
     p.B = n[0], p.T = n[1], p.H = n[2], p.HV = n[3], p.K = p.V = n[4], p.N = p.P = n[5];
+    Tensor o, state_out;
     Tensor *const to[] = {&p.q,       &p.k,       &p.v,  &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
                           &p.A_log,   &p.dt_bias, &p.dq, &p.dk, &p.dv,   &p.dg,  &p.dbeta,    &p.d_initial_state, &p.dA_log,
-                          &p.ddt_bias};
+                          &p.ddt_bias, &o, &state_out};
     for (auto *t : to) {
         t->data = (char *)a->data, t->dtype = (DType)a->dtype;
         memcpy(t->stride, a->stride, sizeof t->stride);
@@ -96,11 +100,24 @@ extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2nor
     p.scale = scale, p.qk_l2norm = l2norm, p.gate = (Gate)gate, p.beta_form = (BetaForm)beta_form, p.lower_bound = lower,
     p.splits = splits;
     if (!cuda::gdn_bwd_chunked_fits(p)) return -1;
+    std::vector<char> saved;
+    if (o.dtype != DType::None) {  // the forward that saves, and the backward with what it saved
+        DeltaParams forward = p;
+        forward.o = o, forward.state_out = state_out, forward.F = p.N;
+        if (!cuda::gdn_fwd_saving_fits(forward)) return -1;
+        saved.assign(cuda::gdn_saved_bytes(forward), -1);
+        p.saved.data = forward.saved.data = saved.data(), p.saved.dtype = forward.saved.dtype = DType::U8;
+        std::vector<char> workspace(cuda::gdn_fwd_saving_workspace(forward, multiprocessors), -1);
+        forward.workspace.data = workspace.data();
+        cuda::launch_gdn_fwd_saving(forward, multiprocessors);
+    }
+    const std::vector<char> kept = saved;
     std::vector<char> workspace(cuda::gdn_bwd_chunked_workspace(p, multiprocessors), -1);
     p.workspace.data = workspace.data();
     cuda::launch_gdn_bwd_chunked(p, multiprocessors);
-    cuda::gdn_bwd::Call call = {};
-    cuda::gdn_bwd::cut(p, multiprocessors, (char *)(((uintptr_t)workspace.data() + 255) / 256 * 256), call);
+    if (saved != kept) return -2;
+    cuda::gdn_bwd::Call call = cuda::backward_call(p, multiprocessors);
+    cuda::gdn_bwd::cut(p, (char *)(((uintptr_t)workspace.data() + 255) / 256 * 256), call);
     for (int i = 0; i < (call.cut.streams ? p.HV * call.cut.room : 0); i++)
         items[0] += call.cut.first[i].n >= 0, items[1] += call.cut.later[i].n >= 0;
     int flagged = 0;

@@ -13,7 +13,15 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[i]) for i in (1, 2)]
 from arrays import decode, encode  # noqa: E402
-from cases import HARD_GATES, HARD_KEYS, Case  # noqa: E402
+from cases import (  # noqa: E402
+    HARD_GATES,
+    HARD_KEYS,
+    TOLERANCE_O,
+    Case,
+    state_tolerance,
+    worst_output_error,
+    worst_state_error,
+)
 from gradients import (  # noqa: E402
     FEW_TOKENS,
     OF,
@@ -24,6 +32,7 @@ from gradients import (  # noqa: E402
     make_sized,
     worst_error,
 )
+from harness import expect  # noqa: E402
 
 NUMBER = {"f32": 1, "bf16": 3, "f16": 4, "i32": 5, "i64": 6}
 INPUTS = (
@@ -55,7 +64,9 @@ def aligned(shape, dtype, values=None):
     return out
 
 
-def run(library, case, drop=(), multiprocessors=3, splits=0, given=None, label=""):
+def run(
+    library, case, drop=(), multiprocessors=3, splits=0, given=None, label="", save=False, same=None
+):
     given = given or make(case)
     inputs = {name: x for name, x in given.items() if name not in drop}
     arrays = {
@@ -74,6 +85,11 @@ def run(library, case, drop=(), multiprocessors=3, splits=0, given=None, label="
     )
     arguments = [arrays.get(name, (None, None)) for name in INPUTS]
     arguments += [outputs.get(name, (None, None)) for name in OF]
+    forward = {}
+    if save:
+        forward = {"o": aligned(inputs["v"].values.shape, case.dtype),
+                   "final_state": aligned((N, HV, case.K, case.V), case.state)}  # fmt: skip
+    arguments += [(forward.get("o"), case.dtype), (forward.get("final_state"), case.state)]
     B, T, H, K = inputs["q"].values.shape
     sizes = (ctypes.c_int64 * 6)(B, T, H, HV, K, N)
     o = case.keywords
@@ -102,7 +118,24 @@ def run(library, case, drop=(), multiprocessors=3, splits=0, given=None, label="
         bad = bad or not expected_miss
         texts.append(text + (", but small beside its terms" if fault and expected_miss else ""))
     cut = f", {items[0]} + {items[1]} scans" if items[0] else ""
+    if save:
+        forward_want = expect(
+            "gdn_fwd", {k: x for k, x in inputs.items() if not k.startswith("d_")}, o
+        )
+        for name, worst, dtype, limit in (
+            ("o", lambda x, y: worst_output_error(x, y, case.spans), case.dtype, TOLERANCE_O[case.dtype]),
+            ("final_state", worst_state_error, case.state, state_tolerance(case.state, "cuda/chunked")),
+        ):  # fmt: skip
+            error, _ = worst(decode(forward[name], dtype), getattr(forward_want, name))
+            bad = bad or not error <= limit
+            texts.append(f"{name} {error:.1e}{'' if error <= limit else ' TOO LARGE'}")
+        for name, (words, _) in outputs.items() if same else ():
+            if not np.array_equal(words.view(np.uint8), same[name][0].view(np.uint8)):
+                texts.append(f"{name} has other bits than with nothing saved")
+                bad = True
+    label += " saved" if save else ""
     print("BAD" if bad else "ok ", case.id, label, f"flagged {flagged}{cut}:", ", ".join(texts), flush=True)  # fmt: skip
+    return outputs
 
 
 def cases():
@@ -143,27 +176,33 @@ def flagged_ones():
     yield Case("gdn", (1, FEW_TOKENS), 1, 2, 64, 64, "bf16")
 
 
+def both(library, case, multiprocessors=3, **more):
+    """With nothing saved and with states saved; the same bits where nothing is cut."""
+    plain = run(library, case, multiprocessors=multiprocessors, **more)
+    run(library, case, multiprocessors=multiprocessors, save=True, same=multiprocessors == 3 and plain, **more)  # fmt: skip
+
+
 if __name__ == "__main__":
     loaded = ctypes.CDLL(sys.argv[1])
     wanted = sys.argv[2] if len(sys.argv) > 2 else ""
     for one in cases():
         if wanted in one.id:
-            run(loaded, one)
+            both(loaded, one)
     for one, multiprocessors in long_ones():
         if wanted in one.id:
-            run(loaded, one, multiprocessors=multiprocessors)
+            both(loaded, one, multiprocessors=multiprocessors)
     bounded = Case(
         "gdn", (70,), 2, 2, 64, 64, "bf16", options=(("gate", "bounded"), ("lower_bound", -5.0))
     )
     for left_out in (("A_log",), ("dt_bias",), ("A_log", "dt_bias")):
         if wanted in bounded.id:
-            run(loaded, bounded, left_out)
+            both(loaded, bounded, drop=left_out)
     for size in SHAPES_OF_SIZES:
         for D in (64, 128):
             options = (("qk_l2norm", True),) if size == "lengths" else ()
             one = Case("gdn", (130, 70), 1, 2, D, D, "bf16", options=options)
             if wanted in one.id or wanted in size:
-                run(loaded, one, given=make_sized(one, size), label=size)
+                both(loaded, one, given=make_sized(one, size), label=size)
     for one in flagged_ones():
         if wanted in one.id:
             run(loaded, one)
