@@ -355,9 +355,8 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
     float s[D / 2];
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
-        smem.plan.find(item, params, pass, D / 64 / kGroups, round);
-        if (!item.exists) break;
-        if (pass == Pass::Later && round == 0) ptx::griddepcontrol_wait();  // the joined states
+        if (!smem.next(item, params, pass, round)) break;
+        if (pass == Pass::Later) ptx::griddepcontrol_wait();  // the joined states
         if (item.read_row < 0) {
             if (kOutputs && params.first_chunk == 0 && item.piece == 0)
                 clear_output<D>(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
