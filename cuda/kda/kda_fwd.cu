@@ -5,6 +5,7 @@
 #include "common/device_guard.h"
 #include "common/launch.h"
 #include "common/tensor_map.h"
+#include "cut.cuh"
 #include "kda_join.cuh"
 
 namespace linattn::cuda {
@@ -37,7 +38,7 @@ void launch_join(const KernelParams &params) {
     LaunchConfig config;
     config.grid.x = params.p.N * params.p.HV * (D / kJoinColumns);
     config.block.x = 2 * D;
-    config.smem_bytes = sizeof(JoinOfCuts<D>);
+    config.smem_bytes = sizeof(JoinSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);
     config.programmatic = true;
     launch("kda_fwd_join_kernel", kda_fwd_join_kernel<D>, config, params);
@@ -66,6 +67,12 @@ static int64_t segment_bytes(const DeltaParams &p, int cut) {
     return cut / (p.V / 64) * p.HV * 4 * (p.K == 128 ? kSlotFloats<128> : kSlotFloats<64>);
 }
 
+// Of what CTAs do where sequences are cut.
+static int64_t items_bytes(const DeltaParams &p, int cut) { return 2 * cut * p.HV * static_cast<int64_t>(sizeof(Item)); }
+static int64_t plan_bytes(const DeltaParams &p, int cut) {
+    return cut == 0 ? 0 : items_bytes(p, cut) + p.N * static_cast<int64_t>(sizeof(Joined));
+}
+
 static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
     return slabs.length < slabs.all ? p.N * p.HV * p.K * p.V * 4 : 0;
 }
@@ -86,7 +93,8 @@ bool kda_chunked_fits(const DeltaParams &p) {
 uint64_t kda_fwd_chunked_workspace(const DeltaParams &p, int multiprocessors) {
     using namespace kda;
     const Slabs slabs = kda::slabs(p);
-    const int64_t segments = segment_bytes(p, cut(p, slabs, multiprocessors));
+    const int cut = kda::cut(p, slabs, multiprocessors);
+    const int64_t segments = segment_bytes(p, cut) + plan_bytes(p, cut);
     const int64_t chunks = slabs.length * p.HV * (operand_bytes(p) + static_cast<int64_t>(sizeof(int)));
     return static_cast<uint64_t>(chunks + carry_bytes(p, slabs) + segments + 2048);  // of these to align it
 }
@@ -109,7 +117,10 @@ void launch_kda_fwd_chunked(const DeltaParams &p, int multiprocessors) {
     params.cut = cut(p, slabs, multiprocessors);
     workspace += carry_bytes(p, slabs);
     params.g_segments = reinterpret_cast<float *>(workspace);
-    params.g_precise = reinterpret_cast<int *>(workspace + segment_bytes(p, params.cut));
+    workspace += segment_bytes(p, params.cut);
+    params.g_items = workspace;
+    params.g_joins = reinterpret_cast<Joined *>(workspace + items_bytes(p, params.cut));
+    params.g_precise = reinterpret_cast<int *>(workspace + plan_bytes(p, params.cut));
     for (int64_t first = 0; first < slabs.all; first += slabs.length) {
         params.first_chunk = static_cast<int>(first);
         const auto launch = [&](auto type) {

@@ -80,8 +80,7 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
     RingState<kStages<D>> stage;
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * kGroups];  // its numbers are not kept in registers
-        smem.plan.find(item, params, pass, D / 64 / kGroups, round);
-        if (!item.exists) break;
+        if (!smem.next(item, params, pass, round)) break;
         if (item.read_row < 0) continue;
         const ItemRange range(params, item);
         if (item.segment == 0 && item.piece == 0 && !range.continues) prefetch_state<D>(params.p, item);
@@ -103,7 +102,7 @@ __device__ __forceinline__ void load(const KernelParams &params, const TensorMap
     ptx::griddepcontrol_wait();  // a launch without work ends after what it waits for, too
 }
 
-// A CTA of kThreads whose plan is made. kOutputs: false makes the transitions of segments.
+// A CTA of kThreads, whose plan is made where it goes over whole sequences. kOutputs: false makes the transitions of segments.
 template <class T, int D, int kGroups, bool kOutputs, int kThreads>
 __device__ __forceinline__ void scan(const KernelParams &params, const TensorMaps &maps, ScanSmem<D, kGroups> &smem,
                                      Pass pass) {
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(kScanThreads<1>, kScanCtas<D>)
     extern __shared__ __align__(1024) char smem_bytes[];
     ScanSmem<D, 1> &smem = *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes);
     const Pass pass = params.cut != 0 ? Pass::Later : Pass::Whole;
-    smem.plan.make(params, pass, D / 64, kScanThreads<1>);
+    if (pass == Pass::Whole) smem.plan.make(params, D / 64, kScanThreads<1>);
     scan<T, D, 1, true, kScanThreads<1>>(params, maps, smem, pass);
 }
 
@@ -149,14 +148,13 @@ template <class T, int D>
 __global__ void __launch_bounds__(kScanThreads<D / 64>, 1)
     kda_fwd_first_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) char smem_bytes[];
-    ScanSmem<D, 1> &smem = *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes);
+    ptx::griddepcontrol_wait();  // the plan; before what follows, for which it is enough that the join has begun
     ptx::griddepcontrol_launch_dependents();
-    smem.plan.make(params, Pass::First, D / 64, kScanThreads<D / 64>);
-    if (blockIdx.x < smem.plan.first_outputs(params.p))
-        scan<T, D, 1, true, kScanThreads<D / 64>>(params, maps, smem, Pass::First);
-    else
+    if (is_transition(params))
         scan<T, D, D / 64, false, kScanThreads<D / 64>>(params, maps, *reinterpret_cast<ScanSmem<D, D / 64> *>(smem_bytes),
                                                         Pass::First);
+    else
+        scan<T, D, 1, true, kScanThreads<D / 64>>(params, maps, *reinterpret_cast<ScanSmem<D, 1> *>(smem_bytes), Pass::First);
 }
 
 template <int D>

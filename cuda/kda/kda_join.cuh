@@ -3,31 +3,23 @@
 // Grid: sequences x value heads x slices of 16 columns of V. Block: 2 D threads. Shared memory: 215 KB with D = 128.
 #pragma once
 #include "common/join.cuh"
-#include "plan.cuh"
 #include "ptx/cta.cuh"
+#include "shared.cuh"
 
 namespace linattn::cuda::kda {
 
 template <int D>
-struct JoinOfCuts {
-    JoinSmem<D> join;
-    Cut cut;
-};
-
-template <int D>
 __global__ void __launch_bounds__(2 * D) kda_fwd_join_kernel(const __grid_constant__ KernelParams params) {
     extern __shared__ __align__(1024) char smem_bytes[];
-    JoinOfCuts<D> &smem = *reinterpret_cast<JoinOfCuts<D> *>(smem_bytes);
-    if (threadIdx.x < 32) smem.cut.make(params);
-    __syncthreads();
     constexpr int kSlices = D / kJoinColumns;
     const int HV = static_cast<int>(params.p.HV), slice = blockIdx.x % kSlices, pair = blockIdx.x / kSlices;
-    const int sequence = pair / HV, head = pair % HV, hops = smem.cut.segments[sequence] - 2;
+    const int head = pair % HV;
+    const Joined joined = params.g_joins[pair / HV];  // of the preparation, which had ended when this launch could begin
     const int64_t step = HV * int64_t{kSlotFloats<D>};
-    float *g_first = params.g_segments + smem.cut.slots_before(sequence) * step + head * int64_t{kSlotFloats<D>};
+    float *g_first = params.g_segments + joined.slot * step + head * int64_t{kSlotFloats<D>};
     ptx::griddepcontrol_wait();  // by every CTA: the next launch takes its end for that of the transitions, too
     ptx::griddepcontrol_launch_dependents();
-    if (hops > 0) join_segments(smem.join, g_first, step, hops, slice);
+    if (joined.hops > 0) join_segments(*reinterpret_cast<JoinSmem<D> *>(smem_bytes), g_first, step, joined.hops, slice);
 }
 
 }  // namespace linattn::cuda::kda

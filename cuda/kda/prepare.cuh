@@ -3,11 +3,13 @@
 //   K~_t = k_t prod_{r<=t} a_r;  Q~_t;  K^_s = k_s prod_{r>s} a_r;  A_ts, L_ts = beta_t M_ts (tree.cuh, where gates
 //   are bounded ratio.cuh);  T^ = (I + L)^-1 (solve.cuh)
 //
-// Grid: value heads x chunks of the slab, the last ones first, one CTA each. Block: four warps, D / 4 channels each, their sums
+// Grid: value heads x chunks of the slab, the last ones first, one CTA each; where sequences are cut, before them a CTA a head
+// that plans the launches to come (cut.cuh). Block: four warps, D / 4 channels each, their sums
 // joined in shared memory; matrices leave by bulk copies but K^, which has no place there. Four CTAs on an SM: what counts here is
 // latency, of loads, shared memory and barriers.
 #pragma once
 #include "common/launch.h"
+#include "cut.cuh"
 #include "ptx/cta.cuh"
 #include "ptx/tma.cuh"
 #include "ratio.cuh"
@@ -51,9 +53,13 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
     PrepSmem<D> &smem = *reinterpret_cast<PrepSmem<D> *>(smem_bytes);
     const DeltaParams &p = params.p;
     ptx::griddepcontrol_launch_dependents();
-    const int head = static_cast<int>(blockIdx.x);
     // The first chunks last: the scan begins with them, and finds them in L2.
-    const int index = params.slab_chunks - 1 - static_cast<int>(blockIdx.y);
+    const int index = static_cast<int>(gridDim.y - 1 - blockIdx.y);
+    if (index == params.slab_chunks) {
+        plan_cut(*reinterpret_cast<Cut *>(smem_bytes), params);
+        return;
+    }
+    const int head = static_cast<int>(blockIdx.x);
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, thread = threadIdx.x;
     const uint32_t landed = ptx::shared_address(&smem.landed), start = ptx::shared_address(smem.start);
     const int head_qk = static_cast<int>(static_cast<uint32_t>(head) / params.group);
@@ -219,7 +225,7 @@ __global__ void __launch_bounds__(32 * kPrepWarps, 4)
 template <class T, int D>
 void launch_prepare(const KernelParams &params, const TensorMaps &maps, int64_t chunks) {
     LaunchConfig config;
-    config.grid.x = params.p.HV, config.grid.y = chunks;
+    config.grid.x = params.p.HV, config.grid.y = chunks + (params.cut != 0);
     config.block.x = 32 * kPrepWarps;
     config.smem_bytes = sizeof(PrepSmem<D>);
     config.stream = static_cast<cudaStream_t>(params.p.stream);

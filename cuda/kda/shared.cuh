@@ -54,6 +54,11 @@ struct alignas(1024) Operands {
     uint8_t k_end_low[Tile<D>::kBytes], t_low[Square::kBytes], a_low[Square::kBytes];
 };
 
+// Of a cut sequence: place of segment 1 in the workspace, and how many states follow from the one before it.
+struct Joined {
+    int slot, hops;
+};
+
 // A call is computed in slabs of chunks, so that the workspace stays bounded: slab_chunks of them, counted through the
 // sequences, from first_chunk on. The workspace has one Operands for each chunk of a slab and value head.
 struct KernelParams {
@@ -66,6 +71,8 @@ struct KernelParams {
     float *g_carry;     // [N][HV][V][K], the states between slabs
     int cut;            // sequences are cut into segments for so many CTAs a head at most; 0: they are not
     float *g_segments;  // [slots][HV][kSlotFloats]: the state before a segment, V-first; its M, K-first
+    void *g_items;      // [2][cut * HV] of Item: what each CTA of the two launches of cut sequences does (cut.cuh)
+    Joined *g_joins;    // [N]
 };
 
 struct TensorMaps {

@@ -3,11 +3,12 @@
 //   X = beta_v V - beta_k K~ S;  U = X + T^ X;  O = scale_q (Q~ S + A U);  S = gamma S + K^^T U
 //
 // transposed, so that every left operand is in registers: the accumulator of one product packs into the A fragment of the next.
-// U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. U is brought into fp16's range by a
-// power of 2 for each column of V, from X's largest element, and S grows by a product of its own, which takes the power back.
+// U, K^ and A are fp16: 8 bits of U and K^ would leave 3e-3 in states that decay slowly. A power of 2 for each column of V keeps
+// the chunk's largest X between 1 and 32, and with it U in fp16's range: S, X, U and O all have that power in them, so that S
+// grows and O is summed in the accumulators of the products. It changes only when X leaves that range.
 // K~ and Q~ are one operand. Groups in issue order, per chunk:
-//   pack S -> [K~ S, Q~ S]; V and factors, O of the chunk before; wait 0; X -> [T^ X]; range of X, O to global memory; wait 0;
-//   U -> [K^ U], [A U]; S *= gamma; wait 1; S += ..; wait 0; O
+//   pack S -> [K~ S, Q~ S]; S *= gamma, V and factors, O of the chunk before; wait 0; X -> [T^ X]; range of X, O to global memory;
+//   wait 0; U -> [O += A U], [S += K^ U]; wait 1; O to shared memory; wait 0
 // Every group starts and ends inside one iteration: one left pending over the back edge makes ptxas serialise all of them.
 #pragma once
 #include <cstddef>
@@ -38,12 +39,13 @@ template <class T, int D, int kGroups, bool kOutputs>
 struct StateLoop {
     const DeltaParams &p;
     ScanSmem<D, kGroups> &smem;
-    static constexpr int kStart = kOutputs ? 32 : 16;  // K~ S, and Q~ S from 16 on
+    static constexpr int kStart = kOutputs ? 32 : 16;    // K~ S, and Q~ S from 16 on
+    static constexpr bool kWideRange = ptx::kIsBf16<T>;  // fp16 has no room for the power: X and S as operands are without it
     RingState<kStages<D>> stage;
 
-    // O of the chunk before, not stored yet: that happens while the next chunk's products run.
-    // In 16 bits: ptxas waits for all products before it touches what one of them defined in the iteration before.
-    uint32_t packed[2][4];
+    // Of the lane's two columns of V: the power of 2 in S, and its inverse.
+    float up[2], down[2];
+    // O of the chunk before lies in shared memory: it is stored while the next chunk's products run.
     int pending = 0;                // its tokens up to the end of the sequence; 0: none
     char *g_o;                      // the lane's place for it
     uint32_t lane_values, lane_to;  // the lane's places in V and, to write, in `o`
@@ -62,43 +64,88 @@ struct StateLoop {
         return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
     }
 
-    // A chunk; left: tokens from its first one to the end of the sequence. What has to be waited for is asked for early: V and
-    // factors before O of the chunk before goes through shared memory, gamma before the product that U makes.
-    __device__ __forceinline__ void chunk(float (&s)[D / 2], const Item &item, int left) {
+    // S as it is, to and from S with its power.
+    __device__ __forceinline__ void enter(float (&s)[D / 2]) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) up[r] = 4.0f, down[r] = 0.25f;
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) s[i] *= up[0];
+    }
+    __device__ __forceinline__ void leave(float (&s)[D / 2]) const {
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) s[i] *= down[i / 2 % 2];
+    }
+
+    // A chunk between its two halves, behind K~ S. That is where a loop over chunks has its back edge: ptxas waits for all products
+    // before it touches what one of them defined in the iteration before.
+    struct Chunk {
+        float x[16], y[16];  // X, Q~ S
+        uint4 o[2];          // O of the chunk before
+        int left;            // tokens from the first one to the end of the sequence
+        int first;           // token that takes second terms; kChunk: none
+    };
+
+    // What has to be waited for is asked for early: V and factors before O of the chunk before comes from shared memory.
+    // kFirst: of an item, whose S ptxas takes for a product's.
+    template <bool kFirst>
+    __device__ __forceinline__ void open(Chunk &c, float (&s)[D / 2], const Item &item, int left) {
         uint32_t fs[D / 16][4];
         float start_s[kStart];
-        pack<T>(fs, s);
+        if constexpr (kWideRange) {
+            pack<T>(fs, s);
+        } else {
+#pragma unroll
+            for (int i = 0; i < D / 4; i++)
+                fs[i / 4][i % 4] = ptx::cvt_rn_x2<T>(s[2 * i] * down[i % 2], s[2 * i + 1] * down[i % 2]);
+        }
         smem.ring().wait_full(stage);
         const Operands<D> &from = smem.operands[stage.stage];
         ptx::register_fence(start_s), register_fence(fs);
         issue<T, ptx::Major::K, Pair<D>>(start_s, fs, Pair<D>::k_major_low(ptx::shared_address(from.start), 0, 0), false);
-        const int first = from.factors.first_precise;
+        c.left = left, c.first = from.factors.first_precise;
         uint32_t fv[2][4];
         load_values(fv, item, left);
         const uint32_t factors = ptx::shared_address(&from.factors) + 16 * (threadIdx.x % 4);
         float4 beta[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) beta[j] = ptx::ld_shared_v4_f32(factors + offsetof(Factors<D>, beta) + 64 * j);
-        uint4 o[2];
-        if constexpr (kOutputs) gather(o);
-        const bool precise = __any_sync(~0u, first < kChunk);
-        ptx::wgmma_wait_group<0>();
-        ptx::register_fence(start_s);
-        float x[16];
+        if constexpr (kOutputs) gather(c.o);
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const float2 v = unpack(T(), fv[j / 2][2 * (j % 2) + r]);
                 const int i = 4 * j + 2 * r;
-                x[i] = fmaf(beta[j].x, v.x, -beta[j].z * start_s[i]);
-                x[i + 1] = fmaf(beta[j].y, v.y, -beta[j].w * start_s[i + 1]);
+                const float by = kWideRange ? up[r] : 1.0f;
+                c.x[i] = beta[j].x * by * v.x, c.x[i + 1] = beta[j].y * by * v.y;
             }
-        if (precise)
-            run<true>(s, start_s, x, o, factors, first);
+        const auto decay = [&] {
+#pragma unroll
+            for (int j = 0; j < D / 16; j++) {
+                const float4 f = ptx::ld_shared_v4_f32(factors + offsetof(Factors<D>, gamma) + 64 * j);
+                float *to = &s[8 * j];
+                to[0] *= f.x, to[1] *= f.y, to[2] *= f.x, to[3] *= f.y, to[4] *= f.z, to[5] *= f.w, to[6] *= f.z, to[7] *= f.w;
+            }
+        };
+        if constexpr (!kFirst) decay();
+        ptx::wgmma_wait_group<0>();
+        if constexpr (kFirst) decay();
+        ptx::register_fence(start_s);
+#pragma unroll
+        for (int i = 0; i < kStart; i++) {
+            if (i < 16)
+                c.x[i] = fmaf(i % 2 == 0 ? -beta[i / 4].z : -beta[i / 4].w, start_s[i], c.x[i]);
+            else
+                c.y[i - 16] = start_s[i];
+        }
+    }
+
+    __device__ __forceinline__ void close(Chunk &c, float (&s)[D / 2]) {
+        if (__any_sync(~0u, c.first < kChunk))
+            close<true>(c, s, c.first);
         else
-            run<false>(s, start_s, x, o, factors, kChunk);
-        if constexpr (kOutputs) pending = left;
+            close<false>(c, s, kChunk);
+        if constexpr (kOutputs) pending = c.left;
         give_back(stage);
         stage.advance();
     }
@@ -113,79 +160,74 @@ struct StateLoop {
     // kPrecise: tokens from `first` on take the second terms too. Those before it get the same bits either way, so that they do
     // not depend on later tokens.
     template <bool kPrecise>
-    __device__ __forceinline__ void run(float (&s)[D / 2], float (&start_s)[kStart], float (&x)[16], const uint4 (&o)[2],
-                                        uint32_t factors, int first) {
+    __device__ __forceinline__ void close(Chunk &c, float (&s)[D / 2], int first) {
         const int pair = 2 * (threadIdx.x % 4);
         const Operands<D> &from = smem.operands[stage.stage];
-        if constexpr (kOutputs && kPrecise) store(o);
-        float y[16], z[16], grown[D / 2];  // x: X, then U; y: A U
+        const uint32_t factors = ptx::shared_address(&from.factors) + 16 * (threadIdx.x % 4);
+        if constexpr (kOutputs && kPrecise) store(c.o);
+        float (&x)[16] = c.x, (&y)[16] = c.y, z[16];  // x: X, then U; y: Q~ S, then O
         uint32_t fx[2][4], fu[2][4], low[2][4];
         pack<T>(fx, x);
         if constexpr (kPrecise) second_terms<T>(low, x, fx);
-        float down[2], up[2];
         const uint32_t t = Square::k_major_low(ptx::shared_address(from.t), 0, 0);
         constexpr uint32_t kLow = (offsetof(Operands<D>, t_low) - offsetof(Operands<D>, t)) >> 4;
         ptx::register_fence(x), register_fence(fx);
         issue<T, ptx::Major::K, Square>(x, fx, t, true);
         if constexpr (kPrecise) add_second_terms<T>(z, fx, low, t, t + kLow);
-        range(up, down, fx);
-        if constexpr (kOutputs && !kPrecise) store(o);
+        float by[2];
+        const bool far = range(by, fx);
+        if constexpr (kOutputs && !kPrecise) store(c.o);
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         if constexpr (kPrecise) select(x, z, first, pair);
+        if (far) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) x[i] *= up[i / 2 % 2];
+            for (int i = 0; i < D / 2; i++) s[i] *= by[i / 2 % 2];
+        }
+        if (far || !kWideRange) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const float to = kWideRange ? by[i / 2 % 2] : up[i / 2 % 2];
+                x[i] *= to;
+                if constexpr (kOutputs) y[i] *= to;
+            }
+        }
         pack<__half>(fu, x);
         const uint32_t a = Square::k_major_low(ptx::shared_address(from.a), 0, 0);
         const uint32_t k_end = Tile<D>::mn_major_low(ptx::shared_address(from.k_end), 0, 0);
-        ptx::register_fence(grown), register_fence(fu);
-        issue<__half, ptx::Major::MN, Tile<D>>(grown, fu, k_end, false);
+        if constexpr (kOutputs) {  // the small product first: O leaves while the large one runs
+            ptx::register_fence(y), register_fence(fu);
+            issue<__half, ptx::Major::K, Square>(y, fu, a, true);
+        }
+        ptx::register_fence(s), register_fence(fu);
+        issue<__half, ptx::Major::MN, Tile<D>>(s, fu, k_end, true);
         if constexpr (kPrecise) {
             constexpr uint32_t kEndLow = (offsetof(Operands<D>, k_end_low) - offsetof(Operands<D>, k_end)) >> 4;
             second_terms<__half>(low, x, fu);
             register_fence(low);
-            issue<__half, ptx::Major::MN, Tile<D>>(grown, low, k_end, true);
-            issue<__half, ptx::Major::MN, Tile<D>>(grown, fu, k_end + kEndLow, true);
-            ptx::wgmma_wait_group<0>();
+            issue<__half, ptx::Major::MN, Tile<D>>(s, low, k_end, true);
+            issue<__half, ptx::Major::MN, Tile<D>>(s, fu, k_end + kEndLow, true);
         }
-        if constexpr (kOutputs && !kPrecise) {
+        if constexpr (kOutputs) {
+            float scale[8];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 of =
+                    ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors<D>, scale_q) + 32 * j);
+                scale[2 * j] = of.x, scale[2 * j + 1] = of.y;
+            }
+            if constexpr (kPrecise)
+                add_second_terms<__half>(z, fu, low, a, a + kLow);
+            else
+                ptx::wgmma_wait_group<1>();
             ptx::register_fence(y);
-            issue<__half, ptx::Major::K, Square>(y, fu, a, false);
-        }
+            if constexpr (kPrecise) select(y, z, first, pair);
 #pragma unroll
-        for (int j = 0; j < D / 16; j++) {
-            const float4 f = ptx::ld_shared_v4_f32(factors + offsetof(Factors<D>, gamma) + 64 * j);
-            float *to = &s[8 * j];
-            to[0] *= f.x, to[1] *= f.y, to[2] *= f.x, to[3] *= f.y, to[4] *= f.z, to[5] *= f.w, to[6] *= f.z, to[7] *= f.w;
-        }
-        float2 scale[4];
-        const auto load_scale = [&] {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                scale[j] = ptx::ld_shared_v2_f32(factors - 8 * (threadIdx.x % 4) + offsetof(Factors<D>, scale_q) + 32 * j);
-        };
-        if constexpr (kOutputs && !kPrecise) load_scale();
-        ptx::wgmma_wait_group<kOutputs && !kPrecise ? 1 : 0>();
-        ptx::register_fence(grown);
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) s[i] = fmaf(grown[i], down[i / 2 % 2], s[i]);
-        if constexpr (!kOutputs) return;
-        if constexpr (kPrecise) {
-            load_scale();
-            ptx::register_fence(y);
-            issue<__half, ptx::Major::K, Square>(y, fu, a, false);
-            add_second_terms<__half>(z, fu, low, a, a + kLow);
+            for (int i = 0; i < 16; i++) y[i] *= scale[i / 4 * 2 + i % 2] * down[i / 2 % 2];
+            put(y);  // to shared memory, or ptxas would do all of it behind the next wait
         }
         ptx::wgmma_wait_group<0>();
-        ptx::register_fence(y);
-        if constexpr (kPrecise) select(y, z, first, pair);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; i++)
-                y[i] = fmaf(y[i], down[i / 2 % 2], start_s[kOutputs ? 16 + i : i]) * (i % 2 == 0 ? scale[j].x : scale[j].y);
-        }
-        pack<T>(packed, y);
+        ptx::register_fence(s);
     }
 
     // V^T of the chunk, as fragments; 0 past the end of the sequence, where another one's rows are, and for a segment's M.
@@ -207,9 +249,9 @@ struct StateLoop {
         }
     }
 
-    // For each of the lane's two columns of V, a power of 2 that brings the largest of X to 2^2 .. 2^3, and its inverse: U,
-    // which may be larger by what T^ makes of it, has 2^13 left.
-    static __device__ __forceinline__ void range(float (&up)[2], float (&down)[2], const uint32_t (&fx)[2][4]) {
+    // Where the largest X of one of the warp's columns is not in 1 .. 32: the columns' powers are changed, by `by` for each of the
+    // lane's two, to what brings it to 4 .. 8. U, which may be larger than X by what T^ makes of it, has 2^11 left.
+    __device__ __forceinline__ bool range(float (&by)[2], const uint32_t (&fx)[2][4]) {
         uint32_t most[2];
 #pragma unroll
         for (int r = 0; r < 2; r++)  // the order of magnitudes is that of their bits
@@ -219,14 +261,23 @@ struct StateLoop {
         uint32_t both = __vmaxu2(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
 #pragma unroll
         for (int step = 1; step < 4; step *= 2) both = __vmaxu2(both, __shfl_xor_sync(~0u, both, step));
-        if constexpr (ptx::kIsBf16<T>) both = __vminu2(__vmaxu2(both, 0x1e001e00u), 0x5f005f00u);  // exponents 60 to 190
+        float largest[2];
+        bool far[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float largest = unpack(T(), r == 0 ? both & 0xffffu : both >> 16).x;
-            const uint32_t bits = ptx::kIsBf16<T> ? __float_as_uint(largest) : __float_as_uint(fmaxf(largest, 0x1p-24f));
-            const uint32_t exponent = bits & 0x7f800000u;
-            up[r] = __uint_as_float((256u << 23) - exponent), down[r] = __uint_as_float(exponent - (2u << 23));
+            largest[r] = unpack(T(), r == 0 ? both & 0xffffu : both >> 16).x * (kWideRange ? 1.0f : up[r]);
+            far[r] = (largest[r] < 1.0f && largest[r] > 0.0f) || !(largest[r] < 32.0f);
         }
+        if (!__any_sync(~0u, far[0] || far[1])) return false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int exponent = static_cast<int>(__float_as_uint(largest[r]) >> 23), now = __float_as_uint(up[r]) >> 23;
+            int next = far[r] ? now + 129 - exponent : now;
+            next = next < 127 - 60 ? 127 - 60 : next > 127 + 60 ? 127 + 60 : next;
+            by[r] = __uint_as_float((127 + next - now) << 23);
+            up[r] = __uint_as_float(next << 23), down[r] = __uint_as_float((254 - next) << 23);
+        }
+        return true;
     }
 
     // z = (first + second term of x) (first + second term of a matrix), without the product of the first ones.
@@ -255,10 +306,14 @@ struct StateLoop {
 
     // O through the warp's own shared memory to global memory: two lanes a row, whole sectors of 32 bytes. Nothing of it is V's
     // place: the fence that the next copy to there would need waits for the stores to global memory as well.
-    __device__ __forceinline__ void gather(uint4 (&o)[2]) const {
+    __device__ __forceinline__ void put(const float (&o)[16]) const {
+        uint32_t packed[2][4];
+        pack<T>(packed, o);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 2; i++) ptx::stmatrix_x4_trans(lane_to + i * 512, packed[i]);
+    }
+    __device__ __forceinline__ void gather(uint4 (&o)[2]) const {
         __syncwarp();
         const int lane = opaque_lane();
         const uint32_t lane_from = unit_of(threadIdx.x / 32, lane / 2, lane % 2);
@@ -351,13 +406,13 @@ template <class T, int D, int kGroups, bool kOutputs>
 __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kGroups> &smem, Pass pass, int group) {
     const DeltaParams &p = params.p;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    StateLoop<T, D, kGroups, kOutputs> loop(p, smem);
+    using Loop = StateLoop<T, D, kGroups, kOutputs>;
+    Loop loop(p, smem);
     float s[D / 2];
     for (uint32_t round = 0;; round++) {
         Item &item = smem.item[4 * group + warp];  // its numbers are not kept in registers
-        smem.plan.find(item, params, pass, D / 64 / kGroups, round);
-        if (!item.exists) break;
-        if (pass == Pass::Later && round == 0) ptx::griddepcontrol_wait();  // the joined states
+        if (!smem.next(item, params, pass, round)) break;
+        if (pass == Pass::Later) ptx::griddepcontrol_wait();  // the joined states
         if (item.read_row < 0) {
             if (kOutputs && params.first_chunk == 0 && item.piece == 0)
                 clear_output<D>(p, item.batch, item.head, item.bos, item.cleared, 128 * kGroups);
@@ -370,16 +425,29 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
         const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
         const auto k = [&] { return 2 * (opaque_lane() % 4); };
         begin<D>(s, params, item, range, pass, kOutputs, v(), k());
+        loop.enter(s);
         if constexpr (kOutputs) loop.outputs_to(item, range.first);
-        const int length = item.length;
-        for (int c = range.first; c < range.end; c++) {
-            const int at = c * kChunk, every = static_cast<int>(p.checkpoint_every);
-            loop.chunk(s, item, length - at);
-            if (kOutputs && every && at + kChunk <= item.length && (at + kChunk) % every == 0) {
-                const int64_t to = checkpoint_row(p, item.sequence, (at + kChunk) / every - 1);
-                if (to >= 0) store_state(s, p.checkpoints, to, item.head, v(), k());
+        const int length = item.length, every = static_cast<int>(p.checkpoint_every);
+        if (range.first < range.end) {
+            typename Loop::Chunk chunk;
+            int c = range.first;
+            loop.template open<true>(chunk, s, item, length - c * kChunk);
+            while (true) {
+                loop.close(chunk, s);
+                const int at = ++c * kChunk;
+                if (kOutputs && every && at <= item.length && at % every == 0) {
+                    const int64_t to = checkpoint_row(p, item.sequence, at / every - 1);
+                    if (to >= 0) {
+                        loop.leave(s);
+                        store_state(s, p.checkpoints, to, item.head, v(), k());
+                        loop.enter(s);
+                    }
+                }
+                if (c >= range.end) break;
+                loop.template open<false>(chunk, s, item, length - at);
             }
         }
+        loop.leave(s);
         if constexpr (!kOutputs) {
             const int at = item.slot + item.segment;
             if (item.from_identity)

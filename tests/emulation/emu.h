@@ -4,6 +4,8 @@
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
+#undef __noinline__
+#define __noinline__
 #define threadIdx (emu::cur->tid)
 #define blockIdx (emu::block)
 #define gridDim (emu::grid)

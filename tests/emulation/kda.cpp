@@ -60,6 +60,7 @@ struct Case {
     int D = 128;
     Gates gates = Usual;
     float bound = -5;
+    bool jumps = false;  // V of one chunk is larger or smaller by far than that of the one before
 };
 float raw_gate(Gates gates, int channel) {
     if (gates == Channels) gates = (Gates)(channel % 4);
@@ -98,6 +99,8 @@ void run(const Case &c) {
     fill(k, H, !c.l2, c.keys);
     for (size_t i = 0; i < k.size() && c.length != 1; i++) k.set(i, k[i] * c.length);
     fill(v, HV, false, Random);
+    const float sizes[] = {1, 1e-5f, 1e4f, 1e4f, 1e-3f, 0};
+    for (size_t i = 0; i < v.size() && c.jumps; i++) v.set(i, v[i] * sizes[i / (32 * HV * D) % 6]);
     for (size_t i = 0; i < o.size(); i++) o.set(i, NAN);
     for (size_t i = 0; i < hf.size(); i++) hf.set(i, NAN);
     for (size_t i = 0; i < g.size(); i++)
@@ -317,6 +320,15 @@ int main(int argc, char **argv) {
         two.known = type == bf;
         cases.push_back(two);
     }
+    for (const DType type : {bf, h})
+        for (const int length : {230, 2400}) {
+            Case jumps = {
+                std::string("jumps of V") + (type == bf ? "" : " fp16") + (length > 230 ? ", cut" : ""), {length}, 1, 2, type};
+            jumps.jumps = true, jumps.gs = length > 230 ? .5f : 4, jumps.sms = 48, jumps.init = length == 230;
+            cases.push_back(jumps);
+            jumps.name += " D 64", jumps.D = 64;
+            cases.push_back(jumps);
+        }
     Case large = {"keys of length 100, beta 1e-4", {200}};
     large.beta = 1e-4f, large.length = 100, large.gs = .01f, large.known = true;
     cases.push_back(large);
