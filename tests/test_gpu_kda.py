@@ -158,6 +158,18 @@ def test_large_and_small_rows(gpu):
     check_chunked(case, forward(gpu, case, inputs), inputs)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("shape", ["few", "many64"])
+def test_values_of_any_size(gpu, shape, dtype):
+    """A chunk's V may be far larger or smaller than that of the one before, or zero."""
+    case = with_options(SHAPES[shape], {}, dtype=dtype)
+    inputs = make(case)
+    tokens = inputs["v"].values.shape[1]
+    sizes = np.array([1, 2.0**-14, 2.0**10, 2.0**10, 2.0**-8, 0])[np.arange(tokens) // 32 % 6]
+    inputs["v"] = Input(inputs["v"].values * sizes[None, :, None, None], dtype)
+    check_chunked(case, forward(gpu, case, inputs), inputs)
+
+
 def test_causal_in_bits(gpu):
     """Keys that become alike later in the chunk change how it is computed, and no earlier output."""
     inputs = tensors(variant(FEW, lengths=(200,)))

@@ -74,7 +74,7 @@ static int64_t plan_bytes(const DeltaParams &p, int cut) {
 }
 
 static int64_t carry_bytes(const DeltaParams &p, const Slabs &slabs) {
-    return slabs.length < slabs.all ? p.N * p.HV * p.K * p.V * 4 : 0;
+    return slabs.length < slabs.all ? p.N * p.HV * (p.K + 1) * p.V * 4 : 0;
 }
 
 }  // namespace kda

@@ -68,7 +68,7 @@ struct KernelParams {
     int first_chunk, slab_chunks;
     char *g_operands;
     int *g_precise;     // [slab_chunks][HV], first_precise of each
-    float *g_carry;     // [N][HV][V][K], the states between slabs
+    float *g_carry;     // [N][HV][V][K], the states between slabs, with powers of 2, then those, [N][HV][V]
     int cut;            // sequences are cut into segments for so many CTAs a head at most; 0: they are not
     float *g_segments;  // [slots][HV][kSlotFloats]: the state before a segment, V-first; its M, K-first
     void *g_items;      // [2][cut * HV] of Item: what each CTA of the two launches of cut sequences does (cut.cuh)

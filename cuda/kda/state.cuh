@@ -64,16 +64,15 @@ struct StateLoop {
         return ptx::shared_address(smem.o[warp]) + row * 32 + ((unit ^ (row >> 2 & 1)) << 4);
     }
 
-    // S as it is, to and from S with its power.
-    __device__ __forceinline__ void enter(float (&s)[D / 2]) {
+    // Of an item: what its columns' powers are, 4 or those of the slab before. S gets them, or has them taken out.
+    __device__ __forceinline__ void enter(float first, float second) {
+        up[0] = first, up[1] = second;
 #pragma unroll
-        for (int r = 0; r < 2; r++) up[r] = 4.0f, down[r] = 0.25f;
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) s[i] *= up[0];
+        for (int r = 0; r < 2; r++) down[r] = __uint_as_float((254u << 23) - __float_as_uint(up[r]));
     }
-    __device__ __forceinline__ void leave(float (&s)[D / 2]) const {
+    static __device__ __forceinline__ void multiply(float (&s)[D / 2], const float (&by)[2]) {
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) s[i] *= down[i / 2 % 2];
+        for (int i = 0; i < D / 2; i++) s[i] *= by[i / 2 % 2];
     }
 
     // A chunk between its two halves, behind K~ S. That is where a loop over chunks has its back edge: ptxas waits for all products
@@ -180,10 +179,7 @@ struct StateLoop {
         ptx::wgmma_wait_group<0>();
         ptx::register_fence(x);
         if constexpr (kPrecise) select(x, z, first, pair);
-        if (far) {
-#pragma unroll
-            for (int i = 0; i < D / 2; i++) s[i] *= by[i / 2 % 2];
-        }
+        if (far) multiply(s, by);
         if (far || !kWideRange) {
 #pragma unroll
             for (int i = 0; i < 16; i++) {
@@ -367,7 +363,13 @@ __device__ __forceinline__ void store_transition(const float (&s)[D / 2], float 
     for (int i = 0; i < D / 2; i++) g_to[(i / 4 * 8 + i % 2) * kTransitionPitch<D> + i / 2 % 2 * 8] = s[i];
 }
 
-// Of element (v, k): the states between slabs, by sequence; by place in the workspace the states before the segments; M.
+// Of element (v, k): the states between slabs, by sequence, with the powers of 2 of their columns of V, which follow all of them;
+// by place in the workspace the states before the segments; M.
+template <int D>
+__device__ __forceinline__ float *carried_power(const KernelParams &params, const Item &item, int v) {
+    const int64_t pairs = params.p.N * params.p.HV, pair = int64_t{item.sequence} * params.p.HV + item.head;
+    return params.g_carry + pairs * (D * D) + pair * D + v;
+}
 template <int D>
 __device__ __forceinline__ float *carried(const KernelParams &params, const Item &item, int v, int k) {
     return params.g_carry + (int64_t{item.sequence} * params.p.HV + item.head) * (D * D) + v * D + k;
@@ -425,7 +427,13 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
         const auto v = [&] { return 64 * (kGroups * item.piece + group) + 16 * warp + opaque_lane() / 4; };
         const auto k = [&] { return 2 * (opaque_lane() % 4); };
         begin<D>(s, params, item, range, pass, kOutputs, v(), k());
-        loop.enter(s);
+        if (item.segment == 0 && range.continues) {  // S has its powers: slabs do not show
+            const float *g_power = carried_power<D>(params, item, v());
+            loop.enter(g_power[0], g_power[8]);
+        } else {
+            loop.enter(4.0f, 4.0f);
+            loop.multiply(s, loop.up);
+        }
         if constexpr (kOutputs) loop.outputs_to(item, range.first);
         const int length = item.length, every = static_cast<int>(p.checkpoint_every);
         if (range.first < range.end) {
@@ -438,16 +446,17 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
                 if (kOutputs && every && at <= item.length && at % every == 0) {
                     const int64_t to = checkpoint_row(p, item.sequence, at / every - 1);
                     if (to >= 0) {
-                        loop.leave(s);
+                        loop.multiply(s, loop.down);
                         store_state(s, p.checkpoints, to, item.head, v(), k());
-                        loop.enter(s);
+                        loop.multiply(s, loop.up);
                     }
                 }
                 if (c >= range.end) break;
                 loop.template open<false>(chunk, s, item, length - at);
             }
         }
-        loop.leave(s);
+        const bool to_slab = kOutputs && (pass == Pass::Whole || item.last()) && range.end < chunks_of(item.length);
+        if (!to_slab) loop.multiply(s, loop.down);
         if constexpr (!kOutputs) {
             const int at = item.slot + item.segment;
             if (item.from_identity)
@@ -456,10 +465,14 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
                 store_workspace<D>(s, segment_state<D>(params, at, item.head, v(), k()));
         } else {
             loop.flush();
-            if (pass != Pass::Whole && !item.last()) {
-                if (pass == Pass::First) store_workspace<D>(s, segment_state<D>(params, item.slot, item.head, v(), k()));
-            } else if (range.end < chunks_of(item.length)) {
+            if (to_slab) {
                 store_workspace<D>(s, carried<D>(params, item, v(), k()));
+                if (k() == 0) {
+                    float *g_power = carried_power<D>(params, item, v());
+                    g_power[0] = loop.up[0], g_power[8] = loop.up[1];
+                }
+            } else if (pass != Pass::Whole && !item.last()) {
+                if (pass == Pass::First) store_workspace<D>(s, segment_state<D>(params, item.slot, item.head, v(), k()));
             } else if (p.state_out) {
                 const int to = pool_row(p.write_indices, item.sequence, p.F);
                 if (to >= 0) store_state(s, p.state_out, to, item.head, v(), k());
