@@ -47,8 +47,7 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
         if (p.checkpoints && !p.checkpoint_indices && !p.cu_seqlens && p.C < p.B * (p.T / p.checkpoint_every))
             fail(Status::Value, "%s: checkpoints has %lld rows, but B (T / checkpoint_every) = %lld are needed", op,
                  (long long)p.C, (long long)(p.B * (p.T / p.checkpoint_every)));
-        const Backend &backend = backend_of(op, check.device_type());
-        saved_states(check, a, p, p.family == Family::Kda ? backend.kda_fwd : backend.gdn_fwd);
+        saved_states(check, a, p);
         if (p.saved) {  // the backward takes a row of initial_state for each sequence, as it was
             for (auto [name, t] : {std::pair{"read_indices", &a.read_indices}, std::pair{"write_indices", &a.write_indices},
                                    std::pair{"checkpoints", &a.checkpoints}})
@@ -159,8 +158,7 @@ CommitParams params_of(Checker &check, const linattn_delta_commit_args &a) {
 
 // Bytes of `saved`.
 template <class Args>
-linattn_status saved_op(const char *op, Family family, OpEntry<DeltaParams> Backend::*member, const Args *args,
-                        uint64_t *bytes) {
+linattn_status saved_op(const char *op, Family family, const Args *args, uint64_t *bytes) {
     return guarded([&] {
         if (!bytes) fail(Status::Value, "%s: bytes is NULL", op);
         Args a = arguments(op, args);
@@ -168,7 +166,7 @@ linattn_status saved_op(const char *op, Family family, OpEntry<DeltaParams> Back
         a.save = LINATTN_SAVE_NOTHING, a.saved = {};  // what it has to be is asked for
         Checker check(op);
         const DeltaParams p = params_of(check, a, family, Op::Fwd);
-        *bytes = nothing ? 0 : saved_bytes(op, p, backend_of(op, check.device_type()).*member);
+        *bytes = nothing ? 0 : saved_bytes(op, p, check.device_type());
     });
 }
 
@@ -268,10 +266,10 @@ DELTA_OP(gdn_verify, Family::Gdn, Op::Verify)
 DELTA_OP(kda_verify, Family::Kda, Op::Verify)
 
 linattn_status linattn_gdn_fwd_saved(const linattn_gdn_fwd_args *args, uint64_t *bytes) {
-    return saved_op("gdn_fwd", Family::Gdn, &Backend::gdn_fwd, args, bytes);
+    return saved_op("gdn_fwd", Family::Gdn, args, bytes);
 }
 linattn_status linattn_kda_fwd_saved(const linattn_kda_fwd_args *args, uint64_t *bytes) {
-    return saved_op("kda_fwd", Family::Kda, &Backend::kda_fwd, args, bytes);
+    return saved_op("kda_fwd", Family::Kda, args, bytes);
 }
 
 linattn_status linattn_delta_commit(const linattn_delta_commit_args *args) { return commit_op(args, nullptr); }

@@ -31,8 +31,7 @@ BwdParams bwd_params(Checker &check, const Args &a, Family family) {
     p.workspace = check("workspace", a.workspace, Checker::MaybeOut, "[W]", "u8");
     if (p.dA_log && !p.A_log) fail(Status::Value, "%s: dA_log is given, but A_log is not", op);
     if (p.ddt_bias && !p.dt_bias) fail(Status::Value, "%s: ddt_bias is given, but dt_bias is not", op);
-    const Backend &backend = backend_of(op, check.device_type());
-    saved_states(check, a, p, kda ? backend.kda_fwd : backend.gdn_fwd);
+    saved_states(check, a, p);
     if (a.splits < 0) fail(Status::Value, "%s: splits is %d; 0 (chosen) or a number of pieces is possible", op, a.splits);
     if (a.splits > 1)
         fail(Status::Unsupported, "%s: splits is %d; this version does not split a sequence (0 or 1)", op, a.splits);

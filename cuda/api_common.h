@@ -101,7 +101,9 @@ void common_inputs(Checker &check, const Args &a, DeltaParams &p) {
     p.device = check.device_id();
 }
 
-inline uint64_t saved_bytes(const char *op, const DeltaParams &p, const OpEntry<DeltaParams> &forward) {
+inline uint64_t saved_bytes(const char *op, const DeltaParams &p, int32_t device_type) {
+    const Backend &backend = backend_of(op, device_type);
+    const OpEntry<DeltaParams> &forward = p.family == Family::Kda ? backend.kda_fwd : backend.gdn_fwd;
     if (!forward.saved)
         fail(Status::Unsupported,
              "%s: save \"states\" is not there on a GPU; use \"nothing\", with which the backward recomputes from the inputs",
@@ -132,15 +134,15 @@ void packed_lengths(Checker &check, const Args &a, DeltaParams &p) {
     p.N = check.size("N");
 }
 
-// save = "states": what the forward saves and the backward reads must be as large as the shapes say. forward: the forward's entry.
+// save = "states": what the forward saves and the backward reads must be as large as the shapes say.
 template <class Args>
-void saved_states(Checker &check, const Args &a, DeltaParams &p, const OpEntry<DeltaParams> &forward) {
+void saved_states(Checker &check, const Args &a, const DeltaParams &p) {
     const char *op = check.op();
     if (choice(op, "save", a.save, 2) == LINATTN_SAVE_NOTHING) {
         if (given(a.saved)) fail(Status::Value, "%s: saved is given, but save is \"nothing\"", op);
         return;
     }
-    const uint64_t need = saved_bytes(op, p, forward);
+    const uint64_t need = saved_bytes(op, p, check.device_type());
     if (!given(a.saved))
         fail(Status::Value, "%s: saved is required, %llu bytes of u8, for save \"states\"", op, (unsigned long long)need);
     if (static_cast<uint64_t>(a.saved.shape[0]) != need)

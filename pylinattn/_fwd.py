@@ -211,8 +211,9 @@ def gdn_fwd(
         checkpoint_every: int. A multiple of 64, or 0 for no checkpoints.
         save: "nothing", or "states": saved is filled, which gdn_bwd of the same arguments reads, so
             that both together are faster. On a GPU that is ``2 K V / 64 + 2 V + 309`` bytes for
-            each token and value head and ``4 K`` for each of H, 1077 and 512 at K = V = 128. Not
-            with read_indices, write_indices, checkpoints or a final_state that is initial_state.
+            each token and value head and ``4 K`` for each of H, 1077 and 512 at K = V = 128, and the
+            last bits of outputs may depend on later tokens of the sequence. Not with read_indices,
+            write_indices, checkpoints or a final_state that is initial_state.
         splits: "auto" or int. Pieces per sequence inside the card; 1 is none, and a sequence then has
             the same bits packed and alone.
         checked: bool. Synchronise and test values too (lengths, indices, g <= 0).

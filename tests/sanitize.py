@@ -14,6 +14,7 @@ Each array is an allocation of its own, so that memcheck sees every access outsi
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 
 import cupy as cp
@@ -87,6 +88,44 @@ def twice(name, op, arrays, **options):
     for number, (zeros, ones) in enumerate(zip(*results, strict=True)):
         if zeros is not None and zeros.tobytes() != ones.tobytes():
             sys.exit(f"{name}, output {number}: its bits depend on what was in the workspace")
+
+
+def saved_bytes(arrays, **options):
+    try:
+        pylinattn.gdn_fwd(*arrays, save="states", saved=cp.zeros(1, cp.uint8), **options)
+    except ValueError as error:
+        return int(re.search(r"it has (\d+)", str(error))[1])
+
+
+def saving(name, arrays, d_o, final=None, limit=5e-2, **options):
+    """The forward with save = "states" and the backward that reads it, with buffers as in twice()."""
+    results = []
+    for byte in (0x00, 0xFF):
+        made = []
+        for side in (0, 1):
+            mine, given = {k: v[side] for k, v in options.items()}, [a[side] for a in arrays]
+            mine |= {"qk_l2norm": True, "save": "states"}
+            workspace = [
+                cp.full(WORKSPACE, byte, cp.uint8) if side == 0 else None for _ in range(2)
+            ]
+            o, saved = (cp if side == 0 else np).zeros(given[2].shape, given[2].dtype), None
+            if side == 0:
+                plain = {k: v for k, v in mine.items() if k != "save"}
+                saved = cp.full(saved_bytes(given, **plain), byte, cp.uint8)
+            done = pylinattn.gdn_fwd(
+                *given, o=o, saved=saved, workspace=workspace[0], output_final_state=True, **mine
+            )
+            gradients = pylinattn.gdn_bwd(
+                *given, d_o[side], d_final_state=final and final[side], saved=done.saved,
+                workspace=workspace[1], **mine,
+            )  # fmt: skip
+            made.append([*done, *gradients])
+        for number, (device, host) in enumerate(zip(*made, strict=True)):
+            if device is not None:
+                compare(f"{name}, output {number}", device, host, limit)
+        results.append([x.tobytes() for x in made[0] if x is not None])
+    if results[0] != results[1]:
+        sys.exit(f"{name}: bits depend on what was in the workspace or in saved")
 
 
 def table(values):
@@ -171,6 +210,8 @@ for family, D, (dtype, state_dtype), v_first in itertools.product(
         limit=6e-3 if kda else 5e-2,  # dA_log and the like are few numbers, see gradients.py
     )  # fmt: skip
     if not kda:  # one key for all tokens: the chunked backward leaves it to the token loop
+        states_of = {"initial_state": initial, "cu_seqlens": lengths}
+        saving(f"{name}, saved states", packed, d_o, final, **states_of)
         key = np.broadcast_to(rng.standard_normal((1, 1, H, D)), packed[1][1].shape)
         shape = packed[3][1].shape  # beta 2: nothing is forgotten, so that no gradient vanishes
         gates = [pair(np.full(shape, value), np.float32) for value in (-0.01, 2.0)]
@@ -182,6 +223,7 @@ for family, D, (dtype, state_dtype), v_first in itertools.product(
         d_o = pair(rng.standard_normal(long[2][1].shape), dtype)
         for what in ("forgetful", "exactly"):  # how it is cut
             twice(f"{name}, backward cut {what}", pylinattn.gdn_bwd, [*long, d_o], limit=5e-2)
+            saving(f"{name}, saved states cut {what}", long, d_o)
             long[3] = pair(np.zeros(long[3][1].shape), np.float32)
     maps = both(f"{name}, map", getattr(pylinattn, f"{family}_segment"), packed, cu_seqlens=lengths)
     ends = [

@@ -92,7 +92,8 @@ typedef enum {
  * device, library version, shapes, options and contents of the forward's call. Per token (a last chunk of 64 of a sequence counts whole;
  * packed, a sequence counts one more): on a GPU, GDN alone, 2 K V / 64 + 2 V + 309 bytes for each value head and 4 K for each of H, at
  * K = V = 128 1077 and 512; on the CPU K V / 64 elements of float (double for double q) for each value head. Not with read_indices,
- * write_indices, checkpoints or a final_state that is initial_state itself. */
+ * write_indices, checkpoints or a final_state that is initial_state itself. On a GPU outputs are as accurate as without, but their last
+ * bits may depend on later tokens of the sequence. */
 typedef enum { LINATTN_SAVE_NOTHING = 0, LINATTN_SAVE_STATES = 1 } linattn_save;
 typedef enum { LINATTN_FORWARD = 0, LINATTN_BACKWARD = 1 } linattn_direction;
 typedef enum { LINATTN_READ_ONLY = 1 } linattn_tensor_flags; /* refused as an output */
