@@ -55,7 +55,7 @@ step parts 120 "${many[@]}" tests/gpu_parts
 sanitizers >"$logs/sanitizers.log" &
 beside=($!)
 if [ -n "${PYLINATTN_RACECHECK:-}" ]; then
-    for part in gdn-64 gdn-128-float16 gdn-128-bfloat16 kda; do
+    for part in gdn-64-float16 gdn-64-bfloat16 gdn-128-float16 gdn-128-bfloat16 kda-64 kda-128; do
         racecheck $part >"$logs/race-$part.out" &
         beside+=($!)
     done
