@@ -193,7 +193,7 @@ void check_values(const char *op, const DeltaParams &p, bool on_gpu, bool checke
                 writes.push_back({rows[i], n, every_token ? static_cast<int64_t>(i) % each + 1 : length(n)});
         }
         check_written_once(op, "write_indices holds", writes);
-        if (same(p.state_in, p.state_out)) check_races(op, reads, writes, !every_token);
+        if (same(p.state_in, p.state_out)) check_races(op, reads, writes, each == 1);
     }
     if (p.checkpoint_indices) {
         const Ints rows = ints(p.checkpoint_indices, p.N, p.M);
