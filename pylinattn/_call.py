@@ -75,7 +75,7 @@ class Op:
         self.pack = packer.pack
         self.query: Callable[[bytes, Any], int] = getattr(lib, f"linattn_{name}_workspace")
         self.run: Callable[[bytes], int] = getattr(lib, f"linattn_{name}")
-        self.query_saved = getattr(lib, f"linattn_{name}_saved", None)  # of a forward
+        self.query_saved: Any = getattr(lib, f"linattn_{name}_saved", None)  # of a forward
         # Right behind the size, the workspace last.
         self.tensors = formats.count(_FORMATS["linattn_tensor"])
         self._tensor_fields = 2 * self.tensors

@@ -115,7 +115,7 @@ def _fwd(
         *take(checkpoints, "checkpoints", True),
     )
     t_workspace = take(workspace, "workspace", True)
-    options = (
+    numbers = (
         call.scale(scale),
         0.0 if lower_bound is None else call.number("lower_bound", lower_bound),
         bool(qk_l2norm),
@@ -129,8 +129,8 @@ def _fwd(
         call.stream,
     )
     if saved is None and save_code:
-        saved = call.make_saved(*fields, *NOT_GIVEN, *t_workspace, *options)
-    call.run(workspace, *fields, *take(saved, "saved", True), *t_workspace, *options)
+        saved = call.make_saved(*fields, *NOT_GIVEN, *t_workspace, *numbers)
+    call.run(workspace, *fields, *take(saved, "saved", True), *t_workspace, *numbers)
     outputs = Forward(call.result(o), call.result(final_state))
     if checkpoints is not None:
         outputs.checkpoints = call.result(checkpoints)
