@@ -74,14 +74,7 @@ def finish(axes: Axes, title: str, ticks: list[str], ylabel: str) -> None:
     axes.set_ylabel(ylabel, fontsize=8)
     if not axes.lines:
         axes.yaxis.set_visible(False)
-        axes.text(
-            0.5,
-            0.5,
-            "not timed with these kernels yet",
-            transform=axes.transAxes,
-            ha="center",
-            fontsize=8,
-        )
+        axes.text(0.5, 0.5, "not timed with these kernels yet", transform=axes.transAxes, ha="center", fontsize=8)  # fmt: skip
     axes.grid(axis="y", linewidth=0.4, alpha=0.5)
     axes.grid(axis="x", linewidth=0.3, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

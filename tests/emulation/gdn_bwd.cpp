@@ -89,9 +89,10 @@ extern "C" int emulate(const Plain *a, const int64_t *n, double scale, int l2nor
     BwdParams p;
     p.B = n[0], p.T = n[1], p.H = n[2], p.HV = n[3], p.K = p.V = n[4], p.N = p.P = n[5];
     Tensor o, state_out;
-    Tensor *const to[] = {&p.q,       &p.k,       &p.v,  &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
-                          &p.A_log,   &p.dt_bias, &p.dq, &p.dk, &p.dv,   &p.dg,  &p.dbeta,    &p.d_initial_state, &p.dA_log,
-                          &p.ddt_bias, &o, &state_out};
+    Tensor *const to[] = {
+        &p.q,        &p.k,       &p.v,      &p.g,  &p.beta, &p.d_o, &p.state_in, &p.d_final_state,   &p.cu_seqlens,
+        &p.A_log,    &p.dt_bias, &p.dq,     &p.dk, &p.dv,   &p.dg,  &p.dbeta,    &p.d_initial_state, &p.dA_log,
+        &p.ddt_bias, &o,         &state_out};
     for (auto *t : to) {
         t->data = (char *)a->data, t->dtype = (DType)a->dtype;
         memcpy(t->stride, a->stride, sizeof t->stride);
