@@ -1,4 +1,4 @@
-"""save = "states": the forward's outputs, the gradients, and what is refused. On a GPU: test_gpu_backward.py."""
+"""save = "states": the forward's outputs, the gradients, and what is refused. On a GPU: test_gpu_saved.py."""
 
 from __future__ import annotations
 
