@@ -222,6 +222,8 @@ class Bench:
         ms, captured = self.watch.device_ms(prepared.call)
         values["ms"] = round(ms, 5)
         values["wall_us"] = round(self.watch.wall_us(prepared.call), 1)
+        if w.kind == "decode" and w.N in (1, 64):
+            values["kernels_us"] = round(self.watch.kernels_us(prepared.call), 2)
         if not captured:
             values["path"] += " (no graph)"
 

@@ -40,6 +40,8 @@ def make_row(run: str, **values: Any) -> Row:
     """A row with every field; ``error`` is there only where something went wrong."""
     row: Row = {name: values.pop(name, None) for name in FIELDS}
     row["run"] = run
+    if values.get("kernels_us") is not None:
+        row["kernels_us"] = values["kernels_us"]  # of small decodes alone
     if values.get("error"):
         row["error"] = values["error"]
     return row
@@ -178,6 +180,16 @@ def _table(op: str, groups: dict[tuple[str, str, str], dict[str, Row]]) -> list[
     return lines
 
 
+def _kernels(groups: dict[tuple[str, str, str], dict[str, Row]]) -> list[str]:
+    """Of small calls, what the kernels take without the launch."""
+    found = {k: g for k, g in groups.items() if any("kernels_us" in r for r in g.values())}
+    lines = ["Kernels alone, from start to end by the profiler, L2 flushed, us:", ""] * bool(found)
+    for (_, case, _), group in found.items():
+        times = [f"{n} {number(r['kernels_us'])}" for n, r in group.items() if "kernels_us" in r]
+        lines.append(f"- {case}: {', '.join(times)}")
+    return [*lines, *[""] * bool(found)]
+
+
 def _cell(row: Row | None, inexact: bool = False) -> str:
     if row is None:
         return "-"
@@ -209,6 +221,7 @@ def markdown(result: Row) -> str:
         if groups:
             means = _summary(op, groups)
             lines += [f"## {title}", "", *means, *[""] * bool(means), *_table(op, groups), ""]
+            lines += _kernels(groups)
     failures = sorted({(r["op"], r["impl"], r["error"]) for r in result["rows"] if r.get("error")})
     if failures:
         lines += ["## Rows without a time", ""]
