@@ -50,6 +50,7 @@ struct Options {
         kNorm = 17,
         kReadWide,
         kWriteWide,
+        kStateLast,  // verify of bf16 states: they are asked for when the tokens are there
         kGate = 30
     };
 };

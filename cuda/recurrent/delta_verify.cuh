@@ -260,11 +260,14 @@ void launch_bf16_form(const DeltaParams &p, int multiprocessors) {
     using Few = Bf16Config<kKda, kVFirst, R, kTerms, 64, 1, 2>;
     using Many = Bf16Config<kKda, kVFirst, R, kTerms, 128, R == 16 ? 2 : 1, R == 16 && kTerms == 2 && !kKda ? 3 : 4>;
     static_assert(Many::kResident * (sizeof(Bf16Smem<Many>) + 1024) <= 228 * 1024, "shared memory of an SM");
+    Params x = parameters(p);
     if (p.N * p.HV * Few::kSlices <= 2 * multiprocessors || !boxes_fit(p))
-        launch("delta_verify_few_kernel", delta_verify_few_kernel<Few>, shape<Few>(p, sizeof(Bf16Smem<Few>)), parameters(p));
-    else
-        launch("delta_verify_many_kernel", delta_verify_many_kernel<Many>, shape<Many>(p, sizeof(Bf16Smem<Many>)),
-               parameters(p), maps_of<Many>(p));
+        return launch("delta_verify_few_kernel", delta_verify_few_kernel<Few>, shape<Few>(p, sizeof(Bf16Smem<Few>)), x);
+    // Tokens behind the states in memory's queues are KDA's work begun late, which hides behind states; in four waves at most.
+    const bool few_waves = p.N * p.HV <= int64_t{4 * Many::kResident} * multiprocessors;
+    if (kKda && (p.T > 4 || few_waves)) x.options.bits |= 1u << Options::kStateLast;
+    launch("delta_verify_many_kernel", delta_verify_many_kernel<Many>, shape<Many>(p, sizeof(Bf16Smem<Many>)), x,
+           maps_of<Many>(p));
 }
 
 template <bool kKda, bool kVFirst, int R>

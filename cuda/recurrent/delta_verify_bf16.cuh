@@ -179,18 +179,19 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
     const uint32_t role = C::kKda ? (threadIdx.x / 32) ^ blockIdx.x % C::kWarps : (threadIdx.x / 32 + blockIdx.x) % C::kWarps;
     Choices c(p.options, p.lower_bound);
     auto read_row = [&] { return p.read ? Row(p.read, p.read_stride, p.options.bits >> Options::kReadWide & 1, n) : Row(n); };
+    // One lane, chosen so that the compiler knows it for one: no loop around each copy.
+    auto elected = [] { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0 && ptx::elect_sync(); };
+    const bool state_last = C::kKda && (p.options.bits >> Options::kStateLast & 1);
     Row row(n);
     if constexpr (C::kTma) {
-        // One lane, chosen so that the compiler knows it for one: no loop around each copy.
-        const bool elected = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == 0 && ptx::elect_sync();
-        if (elected) {
+        if (elected()) {
             ptx::mbarrier_init(ptx::shared_address(&smem.arrived[0]), 1);
             ptx::mbarrier_init(ptx::shared_address(&smem.arrived[1]), 1);
             ptx::fence_mbarrier_init();
             load_draft(p, c, *maps, smem, n, head);
         }
         row = read_row();  // a coordinate waits where it is read: behind the tokens' copies
-        if (elected && row.within(p.rows)) load_state(*maps, smem, row.low, head);
+        if (!state_last && elected() && row.within(p.rows)) load_state(*maps, smem, row.low, head);
         __syncwarp();
     } else {
         row = read_row();
@@ -207,6 +208,10 @@ __device__ __forceinline__ void verify_draft(const Params &p, const Maps *maps, 
         __syncthreads();
         if constexpr (C::kKda) gate.finish(c);
         ptx::mbarrier_wait_parity(ptx::shared_address(&smem.arrived[0]), 0);
+        if constexpr (C::kKda) {
+            if (state_last && elected() && row.within(p.rows)) load_state(*maps, smem, row.low, head);
+            __syncwarp();
+        }
     }
     if (!row.within(p.rows)) {
 #pragma unroll 1

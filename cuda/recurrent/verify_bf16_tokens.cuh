@@ -160,7 +160,8 @@ template <class C>
 __device__ __forceinline__ void load_state(const Maps &maps, Bf16Smem<C> &smem, int row, int head) {
     const uint32_t barrier = ptx::shared_address(&smem.arrived[1]), to = ptx::shared_address(smem.S);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * C::D * C::D);
-    ptx::cp_async_bulk_tensor_5d_load(to, &maps.state, barrier, 0, head, 0, row, 0);
+    // Read once, so the first to leave L2: it displaces states that were read, not lines that have to be written back.
+    ptx::cp_async_bulk_tensor_5d_load_hint(to, &maps.state, barrier, 0, head, 0, row, 0, ptx::createpolicy_evict_first());
 }
 
 // GDN's gate of the head, as loaded.

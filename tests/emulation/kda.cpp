@@ -4,7 +4,6 @@
 #include "emu.h"
 namespace linattn::ptx {
 inline void cp_async_bulk_prefetch(const void *, uint32_t) {}
-inline uint64_t createpolicy_evict_first() { return 0; }
 inline void cp_async_bulk_load_hint(uint32_t d, const void *s, uint32_t n, uint32_t b, uint64_t) {
     cp_async_bulk_load(d, s, n, b);
 }
