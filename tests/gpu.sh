@@ -40,7 +40,7 @@ sanitizers() { # beside the suite: each takes one core
 
 racecheck() { # the slowest, so it goes in parts, each a process
     step "race-$1" 400 env PYLINATTN_LIBRARY="$PYLINATTN_RACECHECK" \
-        compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py "$1"
+        compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/sanitize.py --once "$1"
     return $failed
 }
 
