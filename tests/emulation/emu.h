@@ -302,8 +302,8 @@ inline void cp_async_bulk_tensor_5d_load(uint32_t d, const CUtensorMap *m, uint3
     });
 }
 inline uint64_t createpolicy_evict_first() { return 0; }
-inline void cp_async_bulk_tensor_5d_load_hint(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3, int c4,
-                                              uint64_t) {
+inline void cp_async_bulk_tensor_5d_load_hint(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3,
+                                              int c4, uint64_t) {
     cp_async_bulk_tensor_5d_load(d, m, b, c0, c1, c2, c3, c4);
 }
 inline void cp_async_bulk_tensor_4d_load(uint32_t d, const CUtensorMap *m, uint32_t b, int c0, int c1, int c2, int c3) {
