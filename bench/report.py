@@ -41,7 +41,7 @@ def make_row(run: str, **values: Any) -> Row:
     row: Row = {name: values.pop(name, None) for name in FIELDS}
     row["run"] = run
     if values.get("kernels_us") is not None:
-        row["kernels_us"] = values["kernels_us"]  # of small decodes alone
+        row["kernels_us"] = values["kernels_us"]  # of decodes of batch 1 and 64 alone
     if values.get("error"):
         row["error"] = values["error"]
     return row
@@ -181,7 +181,7 @@ def _table(op: str, groups: dict[tuple[str, str, str], dict[str, Row]]) -> list[
 
 
 def _kernels(groups: dict[tuple[str, str, str], dict[str, Row]]) -> list[str]:
-    """Of small calls, what the kernels take without the launch."""
+    """Where it was measured, what the kernels take without the launch."""
     found = {k: g for k, g in groups.items() if any("kernels_us" in r for r in g.values())}
     lines = ["Kernels alone, from start to end by the profiler, L2 flushed, us:", ""] * bool(found)
     for (_, case, _), group in found.items():

@@ -65,9 +65,13 @@ def inputs(kda, B, T, D, dtype, HV=HV):
     return [q, k, v, pair(-rng.random(gate), np.float32), pair(rng.random((B, T, HV)), np.float32)]
 
 
+def begin(name):
+    print(f"{time.monotonic() - START:4.0f} s  {name}", flush=True)
+
+
 def both(name, op, arrays, limit=6e-3, **options):
     """Runs op on the GPU and on the CPU; options that are pairs are split."""
-    print(f"{time.monotonic() - START:4.0f} s  {name}", flush=True)
+    begin(name)
     calls = []
     options.setdefault("qk_l2norm", True)
     if "output_final_state" in options:  # initcheck does not see what TMA stores
@@ -104,7 +108,7 @@ def saved_bytes(arrays, **options):
 
 def saving(name, arrays, d_o, final=None, limit=5e-2, **options):
     """The forward with save = "states" and the backward that reads it, with buffers as in twice()."""
-    print(f"{time.monotonic() - START:4.0f} s  {name}", flush=True)
+    begin(name)
     results = []
     for byte in FILLINGS:
         made = []
