@@ -19,7 +19,8 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
     if constexpr (std::is_same_v<Args, linattn_gdn_fwd_args> || std::is_same_v<Args, linattn_kda_fwd_args>) {
         p.state_in = check("initial_state", a.initial_state, Checker::MaybeIn, "[P,HV,K,V]", kStates);
         packed_lengths(check, a, p);
-        p.zero_tail = choice(op, "zero_tail", a.zero_tail, 2);
+        const int32_t zeros = choice(op, "zero_tail", a.zero_tail, 4);
+        p.zero_tail = zeros & 1;
         gate_parameters(check, a, p);
         p.read_indices = check("read_indices", a.read_indices, Checker::MaybeIn, "[N]", kInts);
         p.write_indices = check("write_indices", a.write_indices, Checker::MaybeIn, "[N]", kInts);
@@ -27,6 +28,7 @@ void own_inputs(Checker &check, const Args &a, DeltaParams &p) {
         p.o = check("o", a.o, Checker::Out, "[B,T,HV,V]", "=q");
         p.state_out = check("final_state", a.final_state, Checker::MaybeOut, "[F,HV,K,V]", kStates);
         p.checkpoints = check("checkpoints", a.checkpoints, Checker::MaybeOut, "[C,HV,K,V]", kStates);
+        p.zero_checkpoints = zeros & 2 && p.checkpoints && p.cu_seqlens && !p.checkpoint_indices;
         p.saved = check("saved", a.saved, Checker::MaybeOut, "[S]", "u8");
         p.P = check.size("P"), p.F = check.size("F"), p.C = check.size("C"), p.M = check.size("M");
         if (p.read_indices && !p.state_in) fail(Status::Value, "%s: read_indices is given, but initial_state is not", op);

@@ -71,8 +71,9 @@ struct DeltaParams {
     BetaForm beta_form = BetaForm::Weight;
     int64_t checkpoint_every = 0;
     int splits = 0;
-    bool zero_tail = false;  // zero rows of o past cu_seqlens[N]
-    Tensor saved;            // fwd, bwd: of save = "states", else not given
+    bool zero_tail = false;         // zero rows of o past cu_seqlens[N]
+    bool zero_checkpoints = false;  // zero rows of checkpoints that no packed sequence has
+    Tensor saved;                   // fwd, bwd: of save = "states", else not given
     Tensor workspace;
     int device = 0;
     void *stream = nullptr;

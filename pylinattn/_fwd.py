@@ -11,6 +11,8 @@ from ._lib import BETA_FORMS, GATES, SAVES
 
 _GDN_FWD, _KDA_FWD = Op("gdn_fwd"), Op("kda_fwd")
 
+ZERO_CHECKPOINTS = 2  # of zero_tail
+
 
 class _Outputs(NamedTuple):
     o: Array
@@ -79,7 +81,7 @@ def _fwd(
     t_initial = take(initial_state, "initial_state")
     t_cu = take(cu_seqlens, "cu_seqlens")
     every = call.integer("checkpoint_every", checkpoint_every)
-    zero_tail = o is None and cu_seqlens is not None
+    zero_tail = int(o is None and cu_seqlens is not None)
 
     # Of arrays of another rank no shape can be derived; the library refuses them below.
     if len(tk[1].shape) == len(tv[1].shape) == 4:
@@ -93,8 +95,11 @@ def _fwd(
             kind = "empty" if read_indices is None else "zeros"
             final_state = call.make_states(N, *states_like, kind)
         if checkpoints is None and every > 0 and checkpoint_indices is None:
-            kind = "empty" if read_indices is None and cu_seqlens is None else "zeros"
+            # rows of padding are not written; those that no sequence has, the library zeroes
+            kind = "empty" if read_indices is None else "zeros"
             checkpoints = call.make_states(B * (T // every), *states_like, kind)
+            if cu_seqlens is not None:
+                zero_tail += ZERO_CHECKPOINTS
 
     save_code = call.choice("save", save, SAVES)
     fields = (

@@ -193,7 +193,8 @@ def _run_fwd(config: Config, arrays: dict[str, Array]) -> dict[str, Array]:
             N = max(inputs["cu_seqlens"].size - 1, 0) if packed else B
             made["final_state"] = (N, padded)
         if every > 0 and not inputs.keys() & {"checkpoints", "checkpoint_indices"}:
-            made["checkpoints"] = (B * (T // every), padded or packed)
+            made["checkpoints"] = (B * (T // every), padded)
+            options["zero_tail"] |= 2 * packed  # rows that no sequence has
         for name, (rows, zeroed) in made.items():
             results[name] = jax.ShapeDtypeStruct((rows, HV, K, V), dtype)
             if zeroed:

@@ -297,57 +297,6 @@ def test_a_thousand_replays_with_other_lengths(regime):
             check(same_bits(out["o"][:, :end], eager["o"][:, :end]), f"o of replay {step}")
 
 
-# ---- checkpoints
-
-CHECKPOINTED = {
-    "wide": (256, 64, 0, 200, 70, 128) * 7,
-    "narrow": (256, 64, 0, 200, 70, 128),
-    "cut": (3500, 3, 0, 2900),
-}
-
-
-@pytest.mark.parametrize("every", [64, 192])
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "l2norm"])
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("regime", CHECKPOINTED)
-def test_checkpoints_in_either_order(gpu, regime, dtype, norm, every):
-    """They are right, whatever order they are stored in they have the same bits, and so has o without them."""
-    options = (("checkpoint_every", every), ("qk_l2norm", norm))
-    case = Case(
-        "gdn", CHECKPOINTED[regime], 1, 2, 128, 128, "bf16", state_dtype=dtype, options=options
-    )
-    k_first = forward(gpu, case)
-    v_first = forward(gpu, case, layouts={"checkpoints": V_FIRST["final_state"]})
-    check_chunked(case, k_first)
-    np.testing.assert_array_equal(k_first.checkpoints, v_first.checkpoints)
-    without = forward(gpu, variant(case, options=options[1:]))
-    np.testing.assert_array_equal(k_first.o, without.o)
-    np.testing.assert_array_equal(k_first.final_state, without.final_state)
-
-
-def test_checkpoints_where_the_lengths_ask_for_half_the_columns(gpu):
-    case = Case("gdn", (4100, 70), 17, 34, 128, 128, "bf16", options=(("checkpoint_every", 512),))
-    check_chunked(case, forward(gpu, case, splits=1))
-
-
-def test_the_last_checkpoint_and_the_final_state_in_one_place(gpu):
-    """The final state stays."""
-    case = Case("gdn", (200, 130), 1, 2, 128, 128, "bf16", options=(("checkpoint_every", 64),))
-    inputs = make(case)
-    pool = np.full((8, 2, 128, 128), np.nan)
-    pool[[2, 5]] = inputs["initial_state"].values
-    arrays = tensors(case)
-    arrays["initial_state"] = torch.from_numpy(pool).to(CUDA, torch.float32)
-    index = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device=CUDA)  # noqa: E731
-    table = index([0, 1, 2], [3, 5, -1])
-    done = run(
-        "gdn_fwd", arrays, checkpoint_every=64, final_state=arrays["initial_state"], read_indices=index(2, 5),
-        checkpoints=arrays["initial_state"], checkpoint_indices=table,
-    )  # fmt: skip
-    want = forward(gpu, variant(case, options=()))
-    np.testing.assert_array_equal(done[1][[2, 5]].cpu().numpy(), want.final_state)
-
-
 # ---- the other path
 
 

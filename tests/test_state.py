@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import raw
 from arrays import round_to, strides_for
 from cases import Case, Input, is_token_loop, make, unit
 from harness import (
@@ -382,6 +383,35 @@ def test_checkpoints_into_a_pool(device, family, dtype):
         np.isnan(done.checkpoints[[2, 3, 5, 7]]).all(),
         "a checkpoint row that no index names was written",
     )
+
+
+@pytest.mark.parametrize("first", ["K", "V"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_checkpoints_that_no_sequence_has(device, family, D, dtype, first):
+    """Zero where the caller asks for it (zero_tail = 2, as for arrays of ours), and nothing else is: rows of o past the end stay."""
+    sizes = raw.SIZES | dict(B=1, T=200, N=3, H=2, HV=2, K=D, V=D, P=3, F=3, C=6)
+    leave = ("checkpoint_indices", "read_indices", "write_indices", "workspace")
+    made = raw.RawCall(f"{family}_fwd", device, leave, sizes, q=half(device), state=dtype)
+    shape = [6, 2, D, D]
+    orders = {"K": (0, 1, 2, 3), "V": (0, 1, 3, 2)}
+    strides = strides_for(shape, orders[first], axis_gap={1: 64})
+    made.give("checkpoints", shape, dtype, strides=strides)
+    made.give("cu_seqlens", [4], "i32", values=np.array([0, 100, 100, 170]))
+    made.args.checkpoint_every, made.args.zero_tail = 64, 2
+    status, bytes_needed = made.workspace_bytes()
+    assert status == "ok"
+    if bytes_needed:
+        made.give("workspace", [bytes_needed], "u8")
+    assert made() == ("ok", "")
+    checkpoints = made.placed["checkpoints"]
+    values = checkpoints.values()
+    assert np.isfinite(values[:2]).all()
+    assert values[:2].any(axis=(1, 2, 3)).all()
+    assert (values[2:] == 0).all()
+    assert checkpoints.surroundings_untouched()
+    assert np.isnan(made.placed["o"].values()[:, 170:]).all()
 
 
 def test_a_narrow_checkpoint_table(device):

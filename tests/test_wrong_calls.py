@@ -237,7 +237,7 @@ BAD_SCALARS = {
     "save": (-1, 2),
     "splits": (-1,),
     "checked": (-1, 2),
-    "zero_tail": (-1, 2),
+    "zero_tail": (-1, 4),
     "lower_bound": (-5.0, 1.0, np.nan),  # with gate "none"
 }
 

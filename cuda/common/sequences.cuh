@@ -69,4 +69,33 @@ __device__ __forceinline__ int64_t checkpoint_row(const DeltaParams &p, int sequ
     return row >= 0 && row < p.C ? row : -1;
 }
 
+// Rows of `checkpoints` that no sequence has, where they are ours; by all CTAs, whole warps of each.
+template <int D>
+__device__ __forceinline__ void clear_checkpoints(const DeltaParams &p, int cta, int ctas, int thread, int threads) {
+    if (!p.zero_checkpoints) return;
+    const int every = static_cast<int>(p.checkpoint_every), HV = static_cast<int>(p.HV);
+    int rows = 0;
+    for (int n = threadIdx.x % 32; n < static_cast<int>(p.N); n += 32) {
+        int bos, length;
+        sequence_range(p, n, bos, length);
+        rows += length / every;
+    }
+    rows = __reduce_add_sync(~0u, rows);
+    const Tensor &t = p.checkpoints;
+    const bool fp32 = t.dtype == DType::F32;
+    const int inner = t.stride[2] == 1 ? 2 : 3;  // the contiguous axis
+#pragma unroll 1
+    for (int64_t pair = int64_t{rows} * HV + cta; pair < p.C * HV; pair += ctas) {
+        const int64_t at = pair / HV * t.stride[0] + pair % HV * t.stride[1];
+#pragma unroll 1
+        for (int i = thread; i < D * D; i += threads) {
+            const int64_t of = at + i / D * t.stride[5 - inner] + i % D * t.stride[inner];
+            if (fp32)
+                reinterpret_cast<float *>(t.data)[of] = 0.0f;
+            else
+                reinterpret_cast<uint16_t *>(t.data)[of] = 0;
+        }
+    }
+}
+
 }  // namespace linattn::cuda

@@ -82,6 +82,7 @@ class Delta {
             run_task(task, DeltaRows<Real>(cut, p_.K, chunk_, slots_));
         });
         if (p_.zero_tail && p_.cu_seqlens) zero_tail();
+        if (p_.zero_checkpoints) zero_checkpoints();
     }
 
   private:
@@ -291,6 +292,16 @@ class Delta {
         const Real zeros[kMaxHead] = {};
         for (int64_t head = 0; head < p_.HV && first < p_.T; ++head)
             store_columns(p_.o, 0, first, head, 0, zeros, 0, p_.T - first, p_.V);
+    }
+
+    // Rows of checkpoints past the last sequence's.
+    void zero_checkpoints() const {
+        const int64_t last = p_.N - 1, bytes = dtype_bytes(p_.checkpoints.dtype);
+        const int64_t rows = last < 0 ? 0 : checkpoint_starts_[last] + sequence_of(p_, last).length / p_.checkpoint_every;
+        for (int64_t row = rows; row < p_.C; ++row)
+            for (int64_t head = 0; head < p_.HV; ++head)
+                for (int64_t k = 0; k < p_.K; ++k)
+                    for (int64_t v = 0; v < p_.V; ++v) std::memset(element(p_.checkpoints, row, head, k, v), 0, bytes);
     }
 
     const DeltaParams &p_;

@@ -472,7 +472,7 @@ __device__ __forceinline__ void state(const KernelParams &params, Smem<C> &smem)
                 s[i] = transition_M && v + 8 * (i / 2 % 2) == 8 * (i / 4) + k + i % 2 ? 1.0f : 0.0f;
         }
         int left = item.length;
-        Checkpoints<C> checkpoints(p, item);
+        Checkpoints checkpoints(p, item);
         while (true) {
             // Chunks of one term are a loop of their own: where both ways meet inside one, ptxas moves S to and fro in each chunk.
             float chunk_decay;

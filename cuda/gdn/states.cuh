@@ -18,32 +18,21 @@ __device__ __forceinline__ Tensor segment_states(const KernelParams &params, int
     return t;
 }
 
-// Is the state now a checkpoint? Tokens to the next one are counted with one state warpgroup; with two there is no register for
-// that, and they are reckoned anew each chunk.
-template <class C>
+// Is the state now a checkpoint? Tokens to the next one are counted down.
 struct Checkpoints {
-    static constexpr bool kCounted = C::kStateGroups == 1;
     int next = INT32_MIN;  // tokens of the item left at the next one
 
     __device__ __forceinline__ Checkpoints(const DeltaParams &p, const Item &item) {
-        if (!kCounted || !C::kOutputs || !p.checkpoint_every) return;
+        if (!p.checkpoint_every) return;
         const int every = static_cast<int>(p.checkpoint_every);
         next = item.length - (every - item.before % every);
     }
     // The number of the checkpoint, or -1. left: tokens left, negative after a short last chunk.
     __device__ __forceinline__ int number(const DeltaParams &p, const Item &item, int left) {
+        if (left != next) return -1;
         const int every = static_cast<int>(p.checkpoint_every);
-        if constexpr (kCounted) {
-            if (left != next) return -1;
-            next -= every;
-            return left < 0 ? -1 : (item.before + item.length - left) / every - 1;
-        } else {
-            if (!p.checkpoint_every || left < 0 || left >= item.length) return -1;
-            int bos, length;
-            sequence_range(p, item.sequence, bos, length);
-            const int done = item.bos - bos + item.length - left;
-            return done % every == 0 ? done / every - 1 : -1;
-        }
+        next -= every;
+        return left < 0 ? -1 : (item.before + item.length - left) / every - 1;
     }
 };
 
@@ -55,7 +44,7 @@ __device__ __forceinline__ void store_checkpoint(const float (&s)[C::D / 2], con
     const int64_t step_k = t.stride[2], step_v = t.stride[3];
     const int64_t first = row * t.stride[0] + head * t.stride[1] + k * step_k + v * step_v;
     float *to = reinterpret_cast<float *>(t.data) + first;
-    const bool constant = C::kStateGroups == 1 && t.dtype == DType::F32;
+    const bool constant = t.dtype == DType::F32;
     if (constant && step_k == D && step_v == 1) {
 #pragma unroll
         for (int i = 0; i < D / 2; i++) to[(i / 4 * 8 + i % 2) * D + i / 2 % 2 * 8] = s[i];

@@ -52,6 +52,8 @@ template <class C>
 __device__ __forceinline__ void store_outputs(const KernelParams &params, const CUtensorMap *map_o, Smem<C> &smem) {
     using Values = typename Smem<C>::Values;
     RingState<kValueStages> value;
+    // While the first chunk is under way; of cut sequences by the launch that has every CTA.
+    if (params.part != Part::First) clear_checkpoints<C::D>(params.p, blockIdx.x, gridDim.x, opaque_lane(), 32);
     ItemReader<C> items{smem};
     while (true) {
         const Item &item = items.next();

@@ -26,7 +26,7 @@
  *   write row -1 the sequence is computed, its state is not written.
  *   Rows outside the pool are refused where the host can read them (CPU, or `checked`), elsewhere treated as -1.
  *   cu_seqlens   starts at 0 and never falls; on a GPU values are clamped to [0,T]. Rows of o past its last value stay as they
- *                were, or are zeroed with `zero_tail`.
+ *                were, or are zeroed with `zero_tail`; so do rows of checkpoints past those of the last sequence.
  *
  * Errors: every function returns a status; linattn_last_error() then holds one sentence: op, argument, expected, got.
  * Every error that can be found is found before the first launch and leaves every buffer as it was.
@@ -139,7 +139,7 @@ typedef struct {
     int32_t save;                      /* in    scalar      i32               linattn_save */
     int32_t splits;                    /* in    scalar      i32               pieces per sequence inside the card, 0 chooses, 1 is none */
     int32_t checked;                   /* in    scalar      i32               1: synchronise and test values too (lengths, indices, g <= 0) */
-    int32_t zero_tail;                 /* in    scalar      i32               1: zero the rows of o past cu_seqlens[N] */
+    int32_t zero_tail;                 /* in    scalar      i32               1: zero rows of o past cu_seqlens[N], 2: of checkpoints that no sequence has, 3: both */
     void *stream;                      /* in    scalar      ptr               cudaStream_t, NULL is the default stream; ignored on the CPU */
 } linattn_gdn_fwd_args;
 
@@ -172,7 +172,7 @@ typedef struct {
     int32_t save;                      /* in    scalar      i32               linattn_save */
     int32_t splits;                    /* in    scalar      i32               pieces per sequence inside the card, 0 chooses, 1 is none */
     int32_t checked;                   /* in    scalar      i32               1: synchronise and test values too (lengths, indices, g <= 0) */
-    int32_t zero_tail;                 /* in    scalar      i32               1: zero the rows of o past cu_seqlens[N] */
+    int32_t zero_tail;                 /* in    scalar      i32               1: zero rows of o past cu_seqlens[N], 2: of checkpoints that no sequence has, 3: both */
     void *stream;                      /* in    scalar      ptr               cudaStream_t, NULL is the default stream; ignored on the CPU */
 } linattn_kda_fwd_args;
 

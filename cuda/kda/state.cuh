@@ -479,7 +479,9 @@ __device__ __forceinline__ void state(const KernelParams &params, ScanSmem<D, kG
             }
         }
     }
-    if (pass == Pass::First || !p.zero_tail || !p.cu_seqlens || params.first_chunk != 0) return;
+    if (pass == Pass::First || params.first_chunk != 0) return;
+    if constexpr (kOutputs) clear_checkpoints<D>(p, blockIdx.x, gridDim.x, threadIdx.x % (128 * kGroups), 128 * kGroups);
+    if (!p.zero_tail || !p.cu_seqlens) return;
     const int end = sequence_start(p, static_cast<int>(p.N));
     for (int head = blockIdx.x; head < static_cast<int>(p.HV); head += gridDim.x)
         clear_output<D>(p, 0, head, end, static_cast<int>(p.T) - end, 128 * kGroups);

@@ -19,6 +19,7 @@
 
 #include "common/device_guard.h"
 #include "common/launch.h"
+#include "common/sequences.cuh"
 #include "recurrent.h"
 #include "tokens.cuh"
 
@@ -280,6 +281,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kWarps == 4 ? 2 : 8)
         run_item<C>(p, item, smem);
     }
     zero_tail<C::D, C::kThreads>(p, blockIdx.x, gridDim.x);
+    if constexpr (!C::kDrafts) clear_checkpoints<C::D>(p, blockIdx.x, gridDim.x, threadIdx.x, C::kThreads);
 }
 
 template <class C>

@@ -263,7 +263,8 @@ void launch_bf16_form(const DeltaParams &p, int multiprocessors) {
     Params x = parameters(p);
     if (p.N * p.HV * Few::kSlices <= 2 * multiprocessors || !boxes_fit(p))
         return launch("delta_verify_few_kernel", delta_verify_few_kernel<Few>, shape<Few>(p, sizeof(Bf16Smem<Few>)), x);
-    // Tokens behind the states in memory's queues are KDA's work begun late, which hides behind states; in four waves at most.
+    // KDA's states are asked for when the tokens are there where tokens that queue behind other CTAs' states would be work begun
+    // late: their work is long beyond 4 tokens; of fewer tokens it hides behind the states once there are more than four waves.
     const bool few_waves = p.N * p.HV <= int64_t{4 * Many::kResident} * multiprocessors;
     if (kKda && (p.T > 4 || few_waves)) x.options.bits |= 1u << Options::kStateLast;
     launch("delta_verify_many_kernel", delta_verify_many_kernel<Many>, shape<Many>(p, sizeof(Bf16Smem<Many>)), x,
