@@ -133,7 +133,7 @@ def test_replay_with_other_lengths(gpu, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", ["many", "more", "cut"])
 @families
 def test_rows_that_no_sequence_has_are_zero(gpu, family, regime, dtype):
     """In arrays of ours, whatever lay there before."""

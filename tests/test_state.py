@@ -398,6 +398,9 @@ def test_rows_of_checkpoints_that_no_sequence_has(device, family, D, dtype, firs
     orders = {"K": (0, 1, 2, 3), "V": (0, 1, 3, 2)}
     strides = strides_for(shape, orders[first], axis_gap={1: 64})
     made.give("checkpoints", shape, dtype, strides=strides)
+    for name, value in ("q", 0.05), ("k", 0.05), ("beta", 0.5):  # in range
+        given = made.placed[name].buffer
+        made.give(name, given.shape, given.dtype, values=np.full(given.shape, value))
     made.give("cu_seqlens", [4], "i32", values=np.array([0, 100, 100, 170]))
     made.args.checkpoint_every, made.args.zero_tail = 64, 2
     status, bytes_needed = made.workspace_bytes()
