@@ -75,19 +75,24 @@ def unpack(caches: Path, archives: list[Path]) -> None:
         names = json.loads(group.read_text())["child_paths"]
         places = {name: str(group.parent / name) for name in names}
         group.write_text(json.dumps({"child_paths": places}))
+    for cache, name in VARIABLES.items():  # first: they hold whatever becomes of FlashInfer's
+        print(f"export {name}={caches / cache}", flush=True)
     claim_flashinfer(caches / "flashinfer")
-    for cache, name in VARIABLES.items():
-        print(f"export {name}={caches / cache}")
 
 
 def claim_flashinfer(cache: Path) -> None:
     """Its kernels are void when torch was installed by another tool, or the sources lie elsewhere; here versions
     and contents have to agree."""
-    found = list(cache.rglob("meta.json"))
-    if not found:
-        return
-    from flashinfer.jit import cute_dsl_core
     from pretend_gpu import SOURCES, digest
+
+    found = [path for path in cache.rglob("meta.json") if (path.parent / SOURCES).exists()]
+    if not found:  # or all compiled here
+        return
+    try:
+        from flashinfer.jit import cute_dsl_core
+    except ImportError as error:
+        print(f"flashinfer: {error}: no hits")
+        return
 
     here, site = cute_dsl_core._get_cute_dsl_version(), Path(cute_dsl_core.__file__).parents[2]
     versions = functools.partial(re.sub, ":[0-9a-f]{64}", "")
