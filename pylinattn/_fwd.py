@@ -95,10 +95,14 @@ def _fwd(
             kind = "empty" if read_indices is None else "zeros"
             final_state = call.make_states(N, *states_like, kind)
         if checkpoints is None and every > 0 and checkpoint_indices is None:
-            # rows of padding are not written; those that no sequence has, the library zeroes
-            kind = "empty" if read_indices is None else "zeros"
-            checkpoints = call.make_states(B * (T // every), *states_like, kind)
-            if cu_seqlens is not None:
+            # Rows of padding are not written. Of packed sequences the library zeroes the rows that none has; without a
+            # sequence it launches nothing.
+            packed = cu_seqlens is not None
+            whole = read_indices is None and not (packed and t_cu[1].shape == (1,))
+            checkpoints = call.make_states(
+                B * (T // every), *states_like, "empty" if whole else "zeros"
+            )
+            if packed and whole:
                 zero_tail += ZERO_CHECKPOINTS
 
     save_code = call.choice("save", save, SAVES)

@@ -194,7 +194,7 @@ def _run_fwd(config: Config, arrays: dict[str, Array]) -> dict[str, Array]:
             made["final_state"] = (N, padded)
         if every > 0 and not inputs.keys() & {"checkpoints", "checkpoint_indices"}:
             made["checkpoints"] = (B * (T // every), padded)
-            options["zero_tail"] |= 2 * packed  # rows that no sequence has
+            options["zero_tail"] |= 2 * (packed and not padded)  # rows that no sequence has
         for name, (rows, zeroed) in made.items():
             results[name] = jax.ShapeDtypeStruct((rows, HV, K, V), dtype)
             if zeroed:

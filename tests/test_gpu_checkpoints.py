@@ -1,4 +1,4 @@
-"""Checkpoints of the chunked forward: in bulk (fp32, V contiguous) and from registers, in every way a call is cut over the card."""
+"""Checkpoints of the chunked forward, in either order and dtype, in every way a call is cut over the card."""
 
 from __future__ import annotations
 

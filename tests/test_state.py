@@ -19,6 +19,8 @@ from harness import (
     rows,
 )
 
+import pylinattn
+
 FAMILIES = ["gdn", "kda"]
 
 
@@ -415,6 +417,30 @@ def test_rows_of_checkpoints_that_no_sequence_has(device, family, D, dtype, firs
     assert (values[2:] == 0).all()
     assert checkpoints.surroundings_untouched()
     assert np.isnan(made.placed["o"].values()[:, 170:]).all()
+
+
+@pytest.mark.parametrize("ends", [[0], [0, 100, 100, 170]], ids=["no_sequence", "three"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_ours_hold_nothing_of_before(family, ends, monkeypatch):
+    """Where outputs are given, too, so that nothing else has the library run; `empty` gives what memory holds."""
+    empty = np.empty
+    monkeypatch.setattr(np, "empty", lambda *a, **k: fill_nan(empty(*a, **k)))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 200, 2, 16)).astype("f4") / 4 for _ in range(3))
+    g = -rng.random((1, 200, 2, *([16] if family == "kda" else [])), dtype="f4")
+    done = getattr(pylinattn, f"{family}_fwd")(
+        q, k, v, g, np.ones((1, 200, 2), "f4"), o=np.zeros_like(v), checkpoint_every=64,
+        cu_seqlens=np.array(ends, "i4"),
+    )  # fmt: skip
+    written = sum(length // 64 for length in np.diff(ends))
+    assert done.checkpoints[:written].any(axis=(1, 2, 3)).all()
+    assert (done.checkpoints[written:] == 0).all()
+
+
+def fill_nan(x):
+    if x.dtype.kind == "f":
+        x.fill(np.nan)
+    return x
 
 
 def test_a_narrow_checkpoint_table(device):
